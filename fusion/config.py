@@ -1,0 +1,161 @@
+"""Options of ``torch.compile(backend="fusion", options=...)``, checked in one place."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+MODES = ("off", "auto", "required")
+NUMERICS = ("tolerant", "exact")
+INNER = ("inductor", "aot_eager")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+class ConfigError(ValueError):
+    """An option has an unknown name or value; the message names the valid ones."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A three-state switch with the place its value came from."""
+
+    value: bool | None
+    origin: str
+
+
+def env_switch(name: str) -> Switch:
+    """Read an environment switch: 1/true/yes/on, 0/false/no/off, unset or empty = None.
+
+    Any other text raises :class:`ConfigError`, since a misspelt switch must not be silent.
+    """
+    text = os.environ.get(name)
+    if text is None or not text.strip():
+        return Switch(None, f"{name} unset")
+    word = text.strip().lower()
+    if word in _TRUE:
+        return Switch(True, f"{name}={text}")
+    if word in _FALSE:
+        return Switch(False, f"{name}={text}")
+    raise ConfigError(f"{name}={text!r} is neither of {'/'.join(_TRUE)} nor {'/'.join(_FALSE)}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a compile with fusion can be told.
+
+    ``passes`` maps pass names to ``off``, ``auto`` or ``required``; ``pass_options`` maps
+    ``pass name -> {field: value}``; ``kernels`` is an order of preference (empty: automatic);
+    ``inner`` is the compiler behind fusion; ``numerics`` says whether a kernel may round once
+    where the graph rounds twice; ``aiter`` switches AITER (None: by ``FUSION_AITER``, then
+    on where found and supported); ``kv_layout`` names the cache layout when the graph cannot
+    show it (``"shuffle"`` closes AITER's gate; None: by ``FUSION_KV_LAYOUT``);
+    ``inductor`` is handed to Inductor as config patches.
+    """
+
+    passes: tuple[tuple[str, str], ...] = ()
+    pass_options: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    kernels: tuple[str, ...] = ()
+    inner: str = "inductor"
+    validate: bool = True
+    validation_seconds: float = 0.5
+    validation_mb: float = 64.0
+    numerics: str = "tolerant"
+    aiter: bool | None = None
+    kv_layout: str | None = None
+    inductor: tuple[tuple[str, Any], ...] = field(default=())
+
+    def mode(self, pass_name: str) -> str:
+        """``off``, ``auto`` or ``required`` for a pass (``auto`` where nothing was said)."""
+        return dict(self.passes).get(pass_name, "auto")
+
+    def aiter_switch(self) -> Switch:
+        """Whether AITER is wanted, and who said so (option before environment)."""
+        if self.aiter is not None:
+            return Switch(self.aiter, f"option aiter={self.aiter}")
+        return env_switch("FUSION_AITER")
+
+    def kv_layout_switch(self) -> tuple[str | None, str]:
+        """The declared cache layout and who declared it (option before environment)."""
+        if self.kv_layout is not None:
+            return self.kv_layout.lower(), f"option kv_layout={self.kv_layout}"
+        text = os.environ.get("FUSION_KV_LAYOUT", "").strip().lower()
+        return (text or None), f"FUSION_KV_LAYOUT={text}" if text else "FUSION_KV_LAYOUT unset"
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any] | None, pass_names: Mapping[str, tuple[str, ...]]
+    ) -> Config:
+        """Check an ``options`` mapping.
+
+        ``pass_names`` maps the names of the known passes to their option fields. A pass may be
+        given a mode (``"required"``) or a mapping ``{"mode": ..., field: value}``. Raises
+        :class:`ConfigError` for an unknown key or value, naming the valid ones.
+        """
+        options = dict(options or {})
+        plain = {f.name for f in fields(cls)} - {"passes", "pass_options"}
+        modes: list[tuple[str, str]] = []
+        extra: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
+        given: dict[str, Any] = {}
+        for key, value in options.items():
+            if key in pass_names:
+                mode, rest = _pass_option(key, value, pass_names[key])
+                modes.append((key, mode))
+                if rest:
+                    extra.append((key, tuple(sorted(rest.items()))))
+            elif key in plain:
+                given[key] = value
+            else:
+                raise ConfigError(_unknown("option", key, sorted({*plain, *pass_names})))
+        config = cls(passes=tuple(sorted(modes)), pass_options=tuple(sorted(extra)), **_norm(given))
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        for name, value, valid in (
+            ("inner", self.inner, INNER),
+            ("numerics", self.numerics, NUMERICS),
+            ("kv_layout", self.kv_layout, (None, "shuffle", "dense")),
+        ):
+            if (value.lower() if name == "kv_layout" and value else value) not in valid:
+                raise ConfigError(_unknown(name, str(value), [str(v) for v in valid if v]))
+        if not isinstance(self.validate, bool):
+            raise ConfigError(f"validate is True or False, not {self.validate!r}")
+        if not isinstance(self.aiter, (bool, type(None))):
+            raise ConfigError(f"aiter is True, False or None, not {self.aiter!r}")
+
+
+def _norm(given: dict[str, Any]) -> dict[str, Any]:
+    if "kernels" in given:
+        kernels = given["kernels"]
+        given["kernels"] = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    if "inductor" in given:
+        given["inductor"] = tuple(sorted(dict(given["inductor"]).items()))
+    return given
+
+
+def _pass_option(name: str, value: Any, option_fields: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Mapping):
+        rest = dict(value)
+        mode = rest.pop("mode", "auto")
+        for key in rest:
+            if key not in option_fields:
+                raise ConfigError(_unknown(f"option of {name}", key, ["mode", *option_fields]))
+    else:
+        mode, rest = value, {}
+    if mode not in MODES:
+        raise ConfigError(_unknown(f"mode of {name}", str(mode), list(MODES)))
+    return mode, rest
+
+
+def _unknown(what: str, name: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(name, valid, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}{hint} Valid: {', '.join(valid)}"
