@@ -75,7 +75,8 @@ class Reason:
         """The inverse of :meth:`to_dict`; unknown codes (of a plug-in not loaded) are kept."""
         if data["code"] not in CODES:
             register_code(data["code"], "from a report of another installation", "see that report")
-        return cls(**{k: data.get(k) for k in cls.__dataclass_fields__})
+        known: dict[str, Any] = {k: data.get(k) for k in cls.__dataclass_fields__}
+        return cls(**known)
 
     def __str__(self) -> str:
         text = f"{self.code}: {self.message}"
@@ -127,7 +128,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "the kernel cannot address a cache with these strides",
         "use a cache layout named under need",
     ),
-    "gate.device": ("the kernel does not run on this device", "move the model or use another kernel"),
+    "gate.device": (
+        "the kernel does not run on this device",
+        "move the model or use another kernel",
+    ),
     "gate.dtype": ("the kernel does not take these dtypes", "use the dtypes named under need"),
     "gate.eps-tensor": (
         "the norm's epsilon is a tensor in this graph; the kernel wants a number",
@@ -204,7 +208,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "no slot write to a KV cache follows this rope",
         "use a static or paged cache instead of a dynamic one",
     ),
-    "match.no-norm": ("there is no QK norm before the rope", "nothing to do: rope is the whole chain"),
+    "match.no-norm": (
+        "there is no QK norm before the rope",
+        "nothing to do: rope is the whole chain",
+    ),
     "match.no-query": (
         "no query chain shares cos and sin with the written key",
         "check that q and k are rotated in the same graph with the same cos and sin",
@@ -221,7 +228,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "the norm is not computed in float32",
         "compute the norm in float32",
     ),
-    "match.norm-eps": ("the norm's epsilon was not understood", "add a constant to the mean square"),
+    "match.norm-eps": (
+        "the norm's epsilon was not understood",
+        "add a constant to the mean square",
+    ),
     "match.norm-form": (
         "the value before the rope looks like a norm but is not an RMSNorm",
         "see the node",
