@@ -1,0 +1,159 @@
+"""Reading and writing a paged cache: slots, padding rows, fp8, the shuffled layout.
+
+Nothing here waits for the device: no value is read on the host and no shape depends on data, so
+every function can be captured into a CUDA or HIP graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """The value as the cache keeps it.
+
+    fp8: ``x / scale`` in float32 (scale None = 1), clamped to the largest finite value of the
+    format (448 for e4m3fn, 240 for e4m3fnuz), then cast; NaN stays NaN. Any other dtype: an
+    ordinary cast, the scale plays no part.
+    """
+    if dtype not in FP8_DTYPES:
+        return x.to(dtype)
+    y = x.to(torch.float32)
+    if scale is not None:
+        y = y / scale.to(torch.float32).reshape(())
+    limit = torch.finfo(dtype).max
+    return y.clamp(-limit, limit).to(dtype)
+
+
+def loaded(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """The inverse of :func:`stored`: cast to ``dtype`` and, for fp8, multiplied by the scale."""
+    y = x.to(dtype)
+    if scale is not None and x.dtype in FP8_DTYPES:
+        y = y * scale.to(dtype).reshape(())
+    return y
+
+
+def bits(x: Tensor) -> Tensor:
+    """An fp8 tensor seen as bytes (same storage), because few operators know fp8; else ``x``."""
+    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+
+
+def redirect_padding(slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns padding rows into harmless repetitions of the last row that is not padding.
+
+    A scatter without data-dependent shapes has to write something for each row. Sending padding
+    rows to a spare slot would race with the row that owns it, so they repeat, value and slot, the
+    last row with ``slot >= 0``: identical bits to the same place, in any order. If every row is
+    padding, all are sent to slot 0 and the caller writes back what is there.
+
+    Args:
+        slot_mapping: ``[N]``, N >= 1, int32 or int64, negative = padding.
+
+    Returns:
+        ``source [N]`` int64, the row whose value each row writes; ``slot [N]`` int64, >= 0;
+        ``any_valid``, 0-dim bool.
+    """
+    rows = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
+    valid = slot_mapping >= 0
+    last = torch.where(valid, rows, 0).amax()
+    source = torch.where(valid, rows, last)
+    slot = slot_mapping[source].to(torch.int64).clamp(min=0)
+    return source, slot, valid.any()
+
+
+def key_view(cache: Tensor, kv_layout: str) -> Tensor:
+    """A key cache as ``[blocks, block, Hk, ...]``; the shuffled one ends in ``[D/x, x]``."""
+    return cache.permute(0, 3, 1, 2, 4) if kv_layout == "SHUFFLE" else cache
+
+
+def value_view(cache: Tensor, kv_layout: str) -> Tensor:
+    """A value cache as ``[blocks, block, Hk, Dv]``; shuffled: ``[blocks, block/x, x, Hk, Dv]``."""
+    return cache.permute(0, 2, 4, 1, 3) if kv_layout == "SHUFFLE" else cache
+
+
+def key_index(cache: Tensor, slot: Tensor, kv_layout: str) -> tuple[Tensor, ...]:
+    """Index of ``slot`` (int64, any shape) into :func:`key_view` of ``cache``."""
+    block = cache.shape[3] if kv_layout == "SHUFFLE" else cache.shape[1]
+    return slot // block, slot % block
+
+
+def value_index(cache: Tensor, slot: Tensor, kv_layout: str) -> tuple[Tensor, ...]:
+    """Index of ``slot`` (int64, any shape) into :func:`value_view` of ``cache``."""
+    if kv_layout != "SHUFFLE":
+        return slot // cache.shape[1], slot % cache.shape[1]
+    x = cache.shape[4]
+    block = cache.shape[2] * x
+    offset = slot % block
+    return slot // block, offset // x, offset % x
+
+
+def _put(
+    view: Tensor, index: tuple[Tensor, ...], rows: Tensor, source: Tensor, any_valid: Tensor
+) -> None:
+    view, rows = bits(view), bits(rows)
+    rows = rows[source].reshape(source.shape + view.shape[len(index) :])
+    held = view[tuple(i[:1] for i in index)]
+    view.index_put_(index, torch.where(any_valid, rows, held))
+
+
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes rows into a paged cache, in place. See :func:`fusion.ops.kv_cache_write`.
+
+    Slots that no row names keep their bits. Which row wins when two name the same slot is
+    undefined, as it is for ``Tensor.index_put_``.
+    """
+    count = slot_mapping.shape[0]
+    if count == 0:
+        return
+    source, slot, any_valid = redirect_padding(slot_mapping)
+    _put(
+        key_view(key_cache, kv_layout),
+        key_index(key_cache, slot, kv_layout),
+        stored(key[:count], key_cache.dtype, k_scale),
+        source,
+        any_valid,
+    )
+    _put(
+        value_view(value_cache, kv_layout),
+        value_index(value_cache, slot, kv_layout),
+        stored(value[:count], value_cache.dtype, v_scale),
+        source,
+        any_valid,
+    )
+
+
+def gather(
+    cache: Tensor,
+    slot: Tensor,
+    kv_layout: str,
+    *,
+    which: str,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+) -> Tensor:
+    """Reads ``slot`` (int64, any shape S, all in range) of a key or value cache.
+
+    Returns:
+        ``S + [Hk, D]`` in ``dtype``, multiplied by the scale if the cache is fp8.
+    """
+    if which == "key":
+        view, index = key_view(cache, kv_layout), key_index(cache, slot, kv_layout)
+    else:
+        view, index = value_view(cache, kv_layout), value_index(cache, slot, kv_layout)
+    rows = bits(view)[index].view(cache.dtype)
+    if which == "key" and kv_layout == "SHUFFLE":
+        rows = rows.flatten(-2)
+    return loaded(rows, dtype, scale)
