@@ -1,0 +1,343 @@
+"""Run a piece of a graph on small inputs: the net under the recognisers.
+
+A compiled graph bakes sizes into its nodes (token count, number of blocks). To check a rewrite
+at a cost that does not grow with them, a :class:`Region` is *shrunk*: every dimension of every
+value is a product of factors ``(size in the graph, size in the check)``, seeded at the region's
+inputs, and carried through the nodes. Only the arguments that spell sizes (views, expands) are
+rewritten; everything else runs as it stands in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fusion.graph.shapes import hint, hints
+
+Factor: TypeAlias = tuple[int, int]
+"""``(size in the graph, size in the check)`` of one indivisible part of a dimension."""
+Dims: TypeAlias = tuple[tuple[Factor, ...], ...]
+"""One tuple of factors per dimension (empty for size 1)."""
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_SIZED = {aten.expand.default, *_VIEWS}
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+_REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction}
+_FACTORIES = {aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default}
+
+
+class RegionError(Exception):
+    """The region cannot be run small; ``node`` is where it stopped."""
+
+    def __init__(self, message: str, node: Node | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+def dims_of(shape: Sequence[int], small: Mapping[int, int] | None = None) -> Dims:
+    """Factors of a shape, with the sizes of some dimensions replaced for the check."""
+    replaced = small or {}
+    return tuple(
+        ((int(size), int(replaced.get(i, size))),) if size != 1 or i in replaced else ()
+        for i, size in enumerate(shape)
+    )
+
+
+def small_shape(dims: Dims) -> tuple[int, ...]:
+    """The shape in the check."""
+    return tuple(math.prod(s for _, s in factors) for factors in dims)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that the region takes from outside: its factors and its small tensor."""
+
+    dims: Dims
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """The nodes between ``inputs`` and ``outputs``, in graph order."""
+
+    inputs: frozenset[Node]
+    outputs: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def between(cls, inputs: Iterable[Node], outputs: Sequence[Node]) -> Region:
+        """Slice backwards from the outputs to the inputs.
+
+        Raises :class:`RegionError` where the slice reaches a value that is neither computed
+        from the inputs nor a constant: then the outputs depend on something that was not read.
+        """
+        stop = frozenset(inputs)
+        seen: set[Node] = set()
+        stack = [n for n in outputs if n not in stop]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            if node.op in ("placeholder", "get_attr"):
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    raise RegionError(f"also depends on {node.name}", node)
+                continue  # a size: views take theirs from the factors
+            seen.add(node)
+            if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+                continue  # a size computed in the graph
+            stack.extend(a for a in node.all_input_nodes if a not in stop)
+        order = {n: i for i, n in enumerate(outputs[0].graph.nodes)} if outputs else {}
+        nodes = tuple(sorted(seen, key=order.__getitem__))
+        return cls(stop, tuple(outputs), nodes)
+
+    def fingerprint(self, names: Mapping[Node, str]) -> str:
+        """A text that is equal for regions of equal structure (input roles given by name)."""
+        label: dict[Node, str] = {n: f"<{names.get(n, 'in')}>" for n in self.inputs}
+        lines = [f"{label[n]}:{_describe(n)}" for n in sorted(self.inputs, key=lambda n: label[n])]
+        for i, node in enumerate(self.nodes):
+            label[node] = f"%{i}"
+            args = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda n: label.get(n, f"<{n.op}>")
+            )
+            lines.append(f"%{i}={node.target}{args}:{_describe(node)}")
+        lines.append(",".join(label.get(n, n.name) for n in self.outputs))
+        return "\n".join(lines)
+
+    def run(
+        self,
+        inputs: Mapping[Node, Input],
+        special: Callable[[Node, dict[Node, Any], dict[Node, Dims]], Any] | None = None,
+        widen: Mapping[int, int] | None = None,
+        tick: Callable[[Node, int], None] | None = None,
+    ) -> tuple[dict[Node, Any], dict[Node, Dims]]:
+        """Run every node small; returns the values and factors of all nodes.
+
+        ``special`` may run a node itself (return ``NotImplemented`` to decline); ``widen`` maps
+        the sizes that an expand may make out of nothing to their small ones; ``tick`` is called
+        before each node with the bytes held so far and may raise to stop.
+        """
+        values: dict[Node, Any] = {n: i.value for n, i in inputs.items()}
+        dims: dict[Node, Dims] = {n: i.dims for n, i in inputs.items()}
+        held = 0
+        for node in self.nodes:
+            if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+                continue
+            if tick is not None:
+                tick(node, held)
+            done = special(node, values, dims) if special is not None else NotImplemented
+            if done is NotImplemented:
+                done = _run_node(node, values, dims, widen or {})
+            values[node] = done
+            if node not in dims and isinstance(done, torch.Tensor):
+                dims[node] = _infer_dims(node, done, dims)
+            if isinstance(done, torch.Tensor):
+                held += done.numel() * done.element_size()
+        return values, dims
+
+
+def _describe(node: Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(hints(value.shape))}"
+    return type(value).__name__
+
+
+def _run_node(
+    node: Node, values: dict[Node, Any], dims: dict[Node, Dims], widen: Mapping[int, int]
+) -> Any:
+    """Run one node with small values, rewriting the arguments that spell sizes."""
+    if node.op != "call_function":
+        raise RegionError(f"{node.op} inside the region", node)
+    target = node.target
+    if target is operator.getitem:
+        made, which = node.args
+        assert isinstance(made, Node)
+        source = made.args[0]
+        if made.target in _SPLITS and isinstance(source, Node):
+            at = _split_dim(made) % len(dims[source])
+            if made.target is aten.unbind.int:
+                dims[node] = (*dims[source][:at], *dims[source][at + 1 :])
+            else:
+                dims[node] = _resized(dims[source], at, node)
+        return values[made][which]
+    args: Any
+    kwargs: Any
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if target in _SIZED:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        out_shape = hints(node.meta["val"].shape)
+        if target in _VIEWS:
+            dims[node] = regroup(dims[source], out_shape, node)
+        else:
+            dims[node] = _expand(dims[source], out_shape, widen)
+        args[1] = list(small_shape(dims[node]))
+    elif target is aten.slice.Tensor:
+        _slice_args(node, args, dims)
+    elif target is aten.select.int:
+        _whole_only(node, dims, int(args[1]))
+    elif target in _FACTORIES and math.prod(hints(node.meta["val"].shape)) != 1:
+        raise RegionError("a tensor of a fixed size is made inside the chain", node)
+    elif target in _SPLITS:
+        _whole_only(node, dims, _split_dim(node))
+
+    def load(n: Node) -> Any:
+        if n in values:
+            return values[n]
+        value = n.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, int, float)):
+            return hint(value)
+        raise RegionError(f"{n.name} has no value", n)
+
+    args, kwargs = torch.fx.node.map_arg((args, kwargs), load)
+    try:
+        return target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:
+        raise RegionError(f"{target}: {type(error).__name__}: {error}", node) from error
+
+
+def regroup(source: Dims, shape: Sequence[int], node: Node | None = None) -> Dims:
+    """Factors after a view to ``shape``: walk both from the left, splitting fixed factors only."""
+    todo: list[Factor] = [f for factors in source for f in factors]
+    out: list[tuple[Factor, ...]] = []
+    for size in shape:
+        taken: list[Factor] = []
+        have = 1
+        while have != size:
+            if not todo:
+                raise RegionError("a view whose sizes cannot be followed", node)
+            big, small = todo.pop(0)
+            if size % (have * big) == 0:
+                taken.append((big, small))
+                have *= big
+                continue
+            part = size // have
+            if big != small or size % have or part == 0 or big % part:
+                raise RegionError("a view that cuts a token or block dimension", node)
+            taken.append((part, part))
+            todo.insert(0, (big // part, big // part))
+            have *= part
+        out.append(tuple(taken))
+    if any(big != 1 or small != 1 for big, small in todo):
+        raise RegionError("a view whose sizes cannot be followed", node)
+    return tuple(out)
+
+
+def _expand(source: Dims, shape: Sequence[int], widen: Mapping[int, int]) -> Dims:
+    """Factors after an expand: kept dimensions keep theirs, made ones follow ``widen``."""
+    lead = len(shape) - len(source)
+    out: list[tuple[Factor, ...]] = []
+    for i, size in enumerate(shape):
+        old = source[i - lead] if i >= lead else ()
+        out.append(old or (((size, widen.get(size, size)),) if size != 1 else ()))
+    return tuple(out)
+
+
+def _changed(factors: tuple[Factor, ...]) -> bool:
+    return any(big != small for big, small in factors)
+
+
+def _slice_args(node: Node, args: list[Any], dims: dict[Node, Dims]) -> None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    dim = int(args[1]) if len(args) > 1 else 0
+    factors = dims[source][dim]
+    if not _changed(factors):
+        dims[node] = _resized(dims[source], dim, node)
+        return
+    full = math.prod(b for b, _ in factors)
+    if hints(node.meta["val"].shape)[dim] != full:
+        raise RegionError("a slice of the token or block dimension", node)
+    args[1:] = [dim, 0, 2**63 - 1]
+    dims[node] = dims[source]
+
+
+def _split_dim(node: Node) -> int:
+    at = 1 if node.target is aten.unbind.int else 2
+    return int(node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+
+
+def _whole_only(node: Node, dims: dict[Node, Dims], dim: int) -> None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if _changed(dims[source][dim]):
+        raise RegionError("an index into the token or block dimension", node)
+
+
+def _resized(source: Dims, dim: int, node: Node) -> Dims:
+    size = hints(node.meta["val"].shape)[dim]
+    out = list(source)
+    out[dim % len(out)] = ((size, size),) if size != 1 else ()
+    return tuple(out)
+
+
+def _infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
+    """Factors of any other node: by what its operands say about each dimension."""
+    shape = hints(node.meta["val"].shape)
+    small = tuple(done.shape)
+    tensors = [n for n in node.all_input_nodes if n in dims]
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    target = node.target
+    if source is not None and source in dims:
+        d = dims[source]
+        if target is aten.permute.default:
+            return tuple(d[i] for i in node.args[1])  # type: ignore[union-attr,index]
+        if target is aten.transpose.int:
+            order = list(range(len(d)))
+            a, b = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+            order[a], order[b] = order[b], order[a]
+            return tuple(d[i] for i in order)
+        if target is aten.unsqueeze.default:
+            at = int(node.args[1]) % (len(d) + 1)  # type: ignore[arg-type]
+            return (*d[:at], (), *d[at:])
+        if target is aten.select.int:
+            at = int(node.args[1]) % len(d)  # type: ignore[arg-type]
+            return (*d[:at], *d[at + 1 :])
+        if target in _REDUCTIONS and len(shape) < len(d):
+            gone = {int(i) % len(d) for i in node.args[1]}  # type: ignore[union-attr,arg-type]
+            return tuple(f for i, f in enumerate(d) if i not in gone)
+        if target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+            return _match(shape, small, [f for f in d if f], node)
+    # Pointwise, reductions, cat: dimensions correspond from the right, or by position.
+    out: list[tuple[Factor, ...]] = []
+    for i, (size, little) in enumerate(zip(shape, small, strict=True)):
+        found: tuple[Factor, ...] | None = None
+        for n in tensors:
+            j = i - (len(shape) - len(dims[n]))
+            if j < 0:
+                continue
+            factors = dims[n][j]
+            if math.prod(b for b, _ in factors) == size and (
+                math.prod(s for _, s in factors) == little
+            ):
+                found = factors
+                if _changed(factors):
+                    break
+        if found is None:
+            if size != little:
+                raise RegionError("a size that cannot be followed", node)
+            found = ((size, size),) if size != 1 else ()
+        out.append(found)
+    return tuple(out)
+
+
+def _match(
+    shape: Sequence[int], small: Sequence[int], factors: list[tuple[Factor, ...]], node: Node
+) -> Dims:
+    out: list[tuple[Factor, ...]] = []
+    rest = list(factors)
+    for size, little in zip(shape, small, strict=True):
+        if size == 1 and little == 1:
+            out.append(())
+            continue
+        if not rest or math.prod(b for b, _ in rest[0]) != size:
+            raise RegionError("a size that cannot be followed", node)
+        out.append(rest.pop(0))
+    return tuple(out)
