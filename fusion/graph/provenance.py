@@ -1,0 +1,130 @@
+"""Where a node came from: the module path of its layer and the line of model code.
+
+Reads ``nn_module_stack`` and ``stack_trace``, which Dynamo, AOTAutograd and export leave in
+``node.meta`` (format seen with torch 2.13; what is absent or odd gives None, never an error).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.M)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_ROOT = re.compile(r"^(L|G)\[['\"]?[^\]'\"]*['\"]?\]\.?|^L__self___?")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+_GETATTR = re.compile(r"^getattr\((?P<obj>.+), ['\"](?P<name>[^'\"]+)['\"]\)$")
+
+
+def layer_of(node: Node) -> str | None:
+    """The module path of the innermost module, such as ``model.layers.0.self_attn``.
+
+    None where the node does not stem from a module (or from the root module itself).
+    """
+    stack = node.meta.get("nn_module_stack")
+    if not isinstance(stack, Mapping) or not stack:
+        return None
+    entry = list(stack.values())[-1]
+    path = entry[0] if isinstance(entry, tuple) and entry else None
+    return _clean_path(path) if isinstance(path, str) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _clean_path(path: str) -> str | None:
+    while (match := _GETATTR.match(path)) is not None:
+        path = f"{match['obj']}.{match['name']}"
+    path = _ROOT.sub("", path, count=1)
+    path = path.replace("._modules", "").replace("_modules[", "[")
+    path = _INDEX.sub(r".\1", path).strip(".")
+    return path or None
+
+
+def module_class_of(node: Node) -> str | None:
+    """The qualified class name of the innermost module, or None."""
+    stack = node.meta.get("nn_module_stack")
+    if not isinstance(stack, Mapping) or not stack:
+        return None
+    entry = list(stack.values())[-1]
+    kind = entry[1] if isinstance(entry, tuple) and len(entry) > 1 else None
+    if isinstance(kind, type):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return kind if isinstance(kind, str) else None
+
+
+def frames_of(node: Node) -> list[tuple[str, int]]:
+    """The user frames ``(file, line)`` of a node, outermost first; torch's own left out."""
+    text = node.meta.get("stack_trace")
+    if not isinstance(text, str):
+        return []
+    found = [(m["file"], int(m["line"])) for m in _FRAME.finditer(text)]
+    return [(f, n) for f, n in found if not f.startswith((_TORCH, "<"))]
+
+
+def source_of(node: Node) -> str | None:
+    """``file:line`` of the model code that made the node.
+
+    The innermost frame in the file that defines the node's layer; failing that, the innermost
+    frame that is neither torch's nor fusion's; None where there is no trace.
+    """
+    frames = frames_of(node)
+    if not frames:
+        return None
+    home = _module_file(module_class_of(node))
+    if home is not None:
+        for file, line in reversed(frames):
+            if os.path.abspath(file) == home:
+                return f"{short_path(file)}:{line}"
+    outside = [f for f in frames if not f[0].startswith(_OURS)]
+    file, line = (outside or frames)[-1]
+    return f"{short_path(file)}:{line}"
+
+
+def _module_file(qualified: str | None) -> str | None:
+    name = qualified
+    while name:
+        name = name.rpartition(".")[0]
+        file = getattr(sys.modules.get(name), "__file__", None) if name else None
+        if isinstance(file, str):
+            path = os.path.abspath(file)
+            return None if path.startswith(_TORCH) else path
+    return None
+
+
+def short_path(path: str) -> str:
+    """A path that means the same on another machine: below site-packages or the work folder."""
+    for marker in ("site-packages", "dist-packages"):
+        _, found, tail = path.rpartition(f"{os.sep}{marker}{os.sep}")
+        if found:
+            return tail
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):  # another drive, or the work folder is gone
+        return path
+    return path if relative.startswith(os.pardir) else relative
+
+
+def target_text(node: Node) -> str:
+    """The node's operator as text: ``aten.mul.Tensor``, ``getitem``, ``placeholder``."""
+    if node.op != "call_function":
+        return node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
+    return (
+        str(getattr(node.target, "__name__", None) or node.target)
+        if not isinstance(node.target, torch._ops.OpOverload)
+        else str(node.target)
+    )
+
+
+def describe(nodes: Iterable[Node], fact: str | None = None) -> tuple[dict[str, Any], ...]:
+    """Nodes as the report lists them: name, target, the fact they belong to, source line."""
+    return tuple(
+        {"name": n.name, "target": target_text(n), "fact": fact, "source": source_of(n)}
+        for n in nodes
+    )

@@ -1,0 +1,133 @@
+"""A report as plain text and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+
+from fusion.reason import CODES, Reason
+from fusion.report import Group, Report, Site, group
+
+
+def to_text(report: Report, *, all_sites: bool = False) -> str:
+    """Plain text: header, one table a graph grouped by identical outcome, then the misses.
+
+    ``all_sites`` lists every site on its own line instead of grouping.
+    """
+    lines = [_header(report)]
+    lines += [
+        f"pass {p.name}: {p.status}" + (f" ({p.reasons[0]})" if p.reasons else f", {p.mode}")
+        for p in report.passes
+        if p.status != "built" or p.mode != "auto"
+    ]
+    if not report.graphs:
+        lines.append("no graph was compiled")
+    for graph in report.graphs:
+        cached = ", from the compile cache" if graph.cached else ""
+        lines += ["", f"graph {graph.id or '-'} ({graph.phase}{cached}): {_tally(graph.sites)}"]
+        lines += [f"  {r}" for r in graph.reasons]
+        groups = group(graph.sites)
+        if all_sites:
+            rows = [(where(s), s.pass_name, summary(s)) for s in graph.sites]
+        else:
+            rows = [(_count(g), g.first.pass_name, summary(g.first)) for g in groups]
+        lines += _table(rows)
+        for g in groups:
+            if g.first.near_miss:
+                lines += ["", *_explain(g)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(site: Site) -> str:
+    """``fused, reference`` or ``missed: match.norm-order``: a site in a few words."""
+    if not site.applicable:
+        return f"left alone: {site.reasons[0].message}" if site.reasons else "left alone"
+    text = site.status
+    if site.status in ("fused", "partial"):
+        if site.operation and site.operation != site.pass_name:
+            text += f" as {site.operation}"
+        if site.kernel:
+            text += f", {site.kernel}"
+    if site.status != "fused" and site.reasons:
+        text += f": {site.reasons[0].code}"
+    return text
+
+
+def where(site: Site) -> str:
+    """The layer, else the source line, else a dash."""
+    return site.layer or site.source or "-"
+
+
+def _header(report: Report) -> str:
+    target = report.target
+    versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if v)
+    return (
+        f"fusion report: target {target.get('arch', '?')} ({target.get('origin', '?')}); {versions}"
+    )
+
+
+def _tally(sites: Sequence[Site]) -> str:
+    if not sites:
+        return "no KV-cache write, no attention call"
+    counts: dict[str, int] = {}
+    for site in sites:
+        word = site.status if site.applicable else "left alone"
+        counts[word] = counts.get(word, 0) + 1
+    return ", ".join(f"{n} {word}" for word, n in counts.items())
+
+
+def _count(g: Group) -> str:
+    layers = {s.layer for s in g.sites}
+    n = len(g.sites)
+    if n == 1:
+        return where(g.first)
+    noun = "layers" if None not in layers and len(layers) == n else "sites"
+    return f"{n} {noun}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(2)]
+    return [f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]}".rstrip() for r in rows]
+
+
+def _explain(g: Group) -> list[str]:
+    site = g.first
+    places = [where(s) for s in g.sites]
+    shown = ", ".join(places[:4]) + (f", ... ({len(places)} in all)" if len(places) > 4 else "")
+    lines = [f"  {site.status}: {shown}" + (f" at {site.source}" if site.source else "")]
+    for reason in site.reasons:
+        lines += _reason(reason, "    ")
+    for candidate in site.candidates:
+        if not candidate.accepted:
+            lines.append(f"    kernel {candidate.kernel} refused")
+            for reason in candidate.reasons:
+                lines += _reason(reason, "      ")
+    if site.facts:
+        lines.append("    read: " + "; ".join(f"{k} {v}" for k, v in site.facts.items()))
+    if site.hint:
+        lines.append(f"    nearest change: {site.hint}")
+    return lines
+
+
+def _reason(reason: Reason, indent: str) -> list[str]:
+    lines = [f"{indent}{reason.code}: {reason.message}"]
+    if reason.have is not None or reason.need is not None:
+        lines.append(f"{indent}  have {reason.have}, need {reason.need}")
+    if reason.node or reason.source:
+        lines.append(f"{indent}  at {' '.join(t for t in (reason.node, reason.source) if t)}")
+    lines.append(f"{indent}  remedy: {reason.remedy}")
+    return lines
+
+
+def to_html(report: Report) -> str:
+    """One self-contained page from ``fusion/templates/report.html.j2``; everything is escaped."""
+    import jinja2
+
+    source = resources.files("fusion").joinpath("templates/report.html.j2").read_text("utf-8")
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    env.trim_blocks = env.lstrip_blocks = True
+    template = env.from_string(source)
+    graphs = [(g, group(g.sites)) for g in report.graphs]
+    return template.render(
+        report=report, graphs=graphs, summary=summary, where=where, tally=_tally, codes=CODES
+    )
