@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion.backends import reference
 
-NORM = dict(weight_mode="w", norm_cast="late", inv_rms="rsqrt")
+NORM = {"weight_mode": "w", "norm_cast": "late", "inv_rms": "rsqrt"}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_eps_tensor_of_any_float_dtype_and_f64_input_stays_f64() -> None:
     assert reference.rms_norm(x.double(), None, 1e-6).dtype == torch.float64
 
 
-@pytest.mark.parametrize("bad", [dict(weight_mode="w+1"), dict(norm_cast="x"), dict(inv_rms="x")])
+@pytest.mark.parametrize("bad", [{"weight_mode": "w+1"}, {"norm_cast": "x"}, {"inv_rms": "x"}])
 def test_unknown_norm_attribute(bad: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         reference.rms_norm(torch.ones(1, 1, 4), None, 1e-6, **bad)
@@ -128,7 +128,7 @@ def test_unknown_norm_attribute(bad: dict[str, str]) -> None:
 
 
 def rope_args(style: str, r: int, dtype: torch.dtype) -> dict[str, object]:
-    return dict(rope_style=style, rotary_dim=r, rope_dtype=dtype, out_dtype=dtype)
+    return {"rope_style": style, "rotary_dim": r, "rope_dtype": dtype, "out_dtype": dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,7 +161,12 @@ def test_half_width_is_full_width_with_repeated_entries(style: str) -> None:
         if style == "half"
         else [t.repeat_interleave(2, -1) for t in (cos, sin)]
     )
-    args = dict(rope_style=style, rotary_dim=48, rope_dtype=torch.float32, out_dtype=torch.bfloat16)
+    args = {
+        "rope_style": style,
+        "rotary_dim": 48,
+        "rope_dtype": torch.float32,
+        "out_dtype": torch.bfloat16,
+    }
     want = reference.rope(x, cos, sin, **args)
     assert same(reference.rope(x, *full, **args), want)
     assert same(reference.rope(x, full[0], sin, **args), want)
@@ -170,7 +175,7 @@ def test_half_width_is_full_width_with_repeated_entries(style: str) -> None:
 def test_rounding_point_of_rope_is_an_attribute() -> None:
     x = rand(33, 4, 64, dtype=torch.bfloat16)
     cos, sin = rand(33, 32, dtype=torch.float32, seed=1), rand(33, 32, dtype=torch.float32, seed=2)
-    kw = dict(rope_style="half", rotary_dim=64, out_dtype=torch.bfloat16)
+    kw = {"rope_style": "half", "rotary_dim": 64, "out_dtype": torch.bfloat16}
     wide = reference.rope(x, cos, sin, rope_dtype=torch.float32, **kw)
     narrow = reference.rope(x, cos, sin, rope_dtype=torch.bfloat16, **kw)
     assert not torch.equal(wide, narrow)

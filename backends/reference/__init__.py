@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fusion.backends.reference.attention import paged_attention
 from fusion.backends.reference.cache import kv_cache_write
+from fusion.backends.reference.kernels import KERNELS
 from fusion.backends.reference.norm import rms_norm
 from fusion.backends.reference.prologue import (
     qk_norm_rope,
@@ -19,6 +20,7 @@ from fusion.backends.reference.prologue import (
 from fusion.backends.reference.rotary import rope, token_tables
 
 __all__ = [
+    "KERNELS",
     "kv_cache_write",
     "paged_attention",
     "qk_norm_rope",

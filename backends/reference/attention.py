@@ -76,7 +76,8 @@ def paged_attention(
 
     # Query rows of one KV head side by side: [b, Hk, group * rows, D].
     at = (start[:-1, None] + row).clamp(0, tokens - 1)
-    q = query[at].to(work).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    q = query[at].to(work).reshape(batch, max_query_len, kv_heads, group, -1)
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = torch.matmul(q, k) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -98,7 +99,8 @@ def paged_attention(
     out = _weighted_sum(weight, v, mask)
 
     # Back to the ragged rows: [T, Hq, Dv]; rows of no sequence yield zeros.
-    out = out.unflatten(2, (group, max_query_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out = out.reshape(batch, kv_heads, group, max_query_len, dim_v)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     t = torch.arange(tokens, device=device)
     sequence = torch.searchsorted(start[1:].contiguous(), t, right=True).clamp(max=batch - 1)
     index = t - start[sequence]

@@ -1,0 +1,84 @@
+"""Which kernel runs a call: the named one, or the first that may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.config import Config
+from fusion.kernel import Kernel, KernelCall, TensorSpec
+from fusion.selection import NoKernelError, find, select
+from fusion.target import Target
+
+
+def describe_call(
+    op: str,
+    arguments: Mapping[str, Any],
+    *,
+    target: Target | None = None,
+    config: Config | None = None,
+) -> KernelCall:
+    """Describes a call, real or fake, for the gate.
+
+    Args:
+        op: name of the canonical operation.
+        arguments: its arguments by name; tensors may be fake. Symbolic numbers become None.
+        target: the machine; None = that of the call's tensors: the CPU for CPU tensors, else
+            what this process runs on.
+        config: None = the defaults.
+    """
+    tensors: dict[str, TensorSpec | None] = {}
+    attributes: dict[str, Any] = {}
+    device = "cpu"
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            tensors[name] = TensorSpec.of(value)
+            if value.device.type != "cpu":
+                device = value.device.type
+        elif name != "kernel":
+            attributes[name] = None if isinstance(value, torch.SymInt) else value
+    if target is None:
+        current = Target.current()
+        target = current if current.device_type == device else Target.parse(device)
+    layout = attributes.get("kv_layout", "NHD")
+    return KernelCall(op, tensors, attributes, target, config or Config(), layout)
+
+
+def choose(op: str, arguments: Mapping[str, Any]) -> Kernel:
+    """The kernel for a call, by its ``kernel`` argument.
+
+    Raises:
+        fusion.selection.NoKernelError: the named kernel does not exist or cannot run this call,
+            or none can; the message holds every candidate with its reasons.
+    """
+    name = arguments["kernel"]
+    call = describe_call(op, arguments)
+    if name == "auto":
+        selection = select(call)
+        if selection.kernel is None:
+            raise NoKernelError(
+                f"no kernel can run this call of fusion.ops.{op}:\n{selection.table()}",
+                selection.candidates,
+            )
+        return selection.kernel
+    kernel = find(op, name)
+    if kernel.requires.unmet(call):
+        selection = select(_preferring(call, name))
+        raise NoKernelError(
+            f"kernel {name!r} cannot run this call of fusion.ops.{op}:\n{selection.table()}",
+            selection.candidates,
+        )
+    return kernel
+
+
+def _preferring(call: KernelCall, name: str) -> KernelCall:
+    """The same call with the named kernel first in the table, then the usual ones."""
+    from dataclasses import replace
+
+    from fusion.selection import preference
+
+    rest = tuple(n for n in preference(call) if n != name)
+    return replace(call, config=call.config.replace(kernels=(name, *rest)))
