@@ -1,0 +1,194 @@
+"""Compose facts into a prologue: a cache write, the rope and norm of its key, and the q beside.
+
+Composition only reads. Everything that stands in the way is kept as a :class:`Miss`, nearest
+first, because a report must say what was found as well as what was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from fusion.graph.sources import activation_of
+from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, RopeTable, TokenView
+from fusion.match.norm import read_norm
+from fusion.match.rope import find_query_ropes, read_rope
+from fusion.reason import Reason
+
+NO_NORM = "match.no-norm"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One prologue. ``norms`` is None where rope is the first link that was taken.
+
+    ``whole`` says whether everything that is there was taken; if not, ``misses`` says why the
+    larger fusion was not possible.
+    """
+
+    write: CacheWrite | None
+    q_rope: Rope
+    k_rope: Rope
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    misses: tuple[Miss, ...] = ()
+
+    @property
+    def normed(self) -> bool:
+        """Whether the norms are part of the fusion."""
+        return self.q_norm is not None and self.k_norm is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole chain that is there was taken."""
+        return not self.misses and self.write is not None
+
+    @property
+    def query(self) -> TokenView:
+        """What the fused operation reads as q, ``[T, Hq, D]``."""
+        return self.q_norm.x if self.q_norm and self.k_norm else self.q_rope.x
+
+    @property
+    def key(self) -> TokenView:
+        """What the fused operation reads as k, ``[T, Hk, D]``."""
+        return self.k_norm.x if self.q_norm and self.k_norm else self.k_rope.x
+
+    @property
+    def operation(self) -> str:
+        """Name of the canonical operation that computes this chain."""
+        if self.write is None:
+            return "qk_norm_rope"
+        return "qk_norm_rope_kv_cache" if self.normed else "rope_kv_cache"
+
+    def without_norm(self, miss: Miss) -> Chain:
+        """The next step down the ladder: rope and write only."""
+        return replace(self, q_norm=None, k_norm=None, misses=(*self.misses, miss))
+
+
+def read_chain(graph: Graph, write: CacheWrite, taken: frozenset[Node]) -> Chain | Miss:
+    """The prologue that ends in ``write``, or the miss that ended the reading.
+
+    ``taken`` holds rope outputs that belong to other layers already.
+    """
+    k_rope = read_rope(write.key)
+    if isinstance(k_rope, Miss):
+        return replace(k_rope, facts=(*k_rope.facts, write))
+    q_rope = find_query(graph, k_rope, taken)
+    if isinstance(q_rope, Miss):
+        return replace(q_rope, facts=(*q_rope.facts, k_rope, write))
+    return with_norms(Chain(write, q_rope, k_rope, None, None))
+
+
+def find_query(graph: Graph, k_rope: Rope, taken: frozenset[Node]) -> Rope | Miss:
+    """The rotated query that belongs to a rotated key.
+
+    All layers may share one cos and sin, so several candidates are the rule: the right one is
+    projected from the same activation. Taking another would still be correct (the operation
+    rotates each on its own), only useless.
+    """
+    found = find_query_ropes(graph, k_rope)
+    ropes = [r for r in found if isinstance(r, Rope) and r.out.node not in taken]
+    source = activation_of(k_rope.x.node)
+    siblings = [r for r in ropes if activation_of(r.x.node) is source]
+    best = siblings or ropes
+    if not best:
+        misses = [m for m in found if isinstance(m, Miss)]
+        if misses:
+            return max(misses, key=lambda m: m.depth)
+        return Miss(
+            Reason(
+                "match.no-query",
+                "no other rope uses the cos and sin of the written key",
+                node=k_rope.out.node.name,
+            ),
+            k_rope.out.node,
+            depth=3,
+        )
+    differing = [_differ(r, k_rope) for r in best]
+    for rope, miss in zip(best, differing, strict=True):
+        if miss is None:
+            return rope
+    first = differing[0]
+    assert first is not None
+    return first
+
+
+def with_norms(chain: Chain) -> Chain:
+    """Add the norms before the ropes, or say why they stay outside."""
+    q, k = read_norm(chain.q_rope.x), read_norm(chain.k_rope.x)
+    if isinstance(q, RMSNorm) and isinstance(k, RMSNorm):
+        differ = _first_difference(
+            (
+                ("weight mode", lambda n: n.weight_mode if n.weight is not None else None),
+                ("cast", lambda n: n.cast),
+                ("inverse root", lambda n: n.inv_rms),
+            ),
+            q,
+            k,
+            q.x.node,
+        )
+        if differ is not None:
+            return chain.without_norm(differ)
+        return replace(chain, q_norm=q, k_norm=k)
+    misses = [m for m in (k, q) if isinstance(m, Miss)]
+    if all(m.reason.code == NO_NORM for m in misses) and len(misses) == 2:
+        return chain  # a model without QK norm: rope is the first link there is
+    if len(misses) == 1:
+        which = "query" if misses[0] is q else "key"
+        reason = Reason(
+            "match.q-k-differ",
+            f"only one of q and k is normed: {which}: {misses[0].reason.message}",
+            have="one norm",
+            need="a norm on both",
+            node=misses[0].reason.node,
+        )
+        return chain.without_norm(replace(misses[0], reason=reason))
+    named = [m for m in misses if m.reason.code != NO_NORM]
+    return chain.without_norm(named[0])
+
+
+def _differ(q: Rope, k: Rope) -> Miss | None:
+    """Whether two ropes differ in something that the operation shares between q and k."""
+
+    def table(t: RopeTable) -> tuple[object, ...]:
+        return (t.node, t.columns, t.full, t.positions, t.roles)
+
+    return _first_difference(
+        (
+            ("rope style", lambda r: r.style),
+            ("rotary width", lambda r: r.rotary_dim),
+            ("rope dtype", lambda r: r.rope_dtype),
+            ("result dtype", lambda r: r.out_dtype),
+            ("head size", lambda r: r.x.dim),
+            ("cos table", lambda r: table(r.cos)),
+            ("sin table", lambda r: table(r.sin)),
+        ),
+        q,
+        k,
+        q.out.node,
+    )
+
+
+def _first_difference(
+    fields: Sequence[tuple[str, Callable[[object], object]]] | Sequence[tuple[str, object]],
+    q: object,
+    k: object,
+    node: Node,
+) -> Miss | None:
+    for name, get in fields:
+        assert callable(get)
+        q_has, k_has = get(q), get(k)
+        # A weight mode says nothing where one side has no weight at all.
+        if q_has == k_has or (name == "weight mode" and None in (q_has, k_has)):
+            continue
+        reason = Reason(
+            "match.q-k-differ",
+            f"q and k differ in their {name}",
+            have=f"q {q_has}, k {k_has}",
+            need="the same for both",
+            node=node.name,
+        )
+        return Miss(reason, node, depth=4, facts=(q, k))
+    return None

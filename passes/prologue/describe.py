@@ -1,0 +1,248 @@
+"""Sites for the report: what was read, what was done, and the listing of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from fusion.graph.provenance import source_of
+from fusion.match.facts import CachePlane, CacheWrite, Miss, RMSNorm, Rope, TokenView
+from fusion.passes.prologue.chain import Chain
+from fusion.passes.prologue.check import Checked
+from fusion.passes.prologue.operation import Operation
+from fusion.pipeline import Context
+from fusion.reason import Reason
+from fusion.report import Site
+from fusion.selection import Selection
+
+#: Status of a site whose reading ended in a miss, by the prefix of the reason's code.
+_STATUS = {"safety": "refused", "gate": "refused", "profit": "refused"}
+
+
+def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Site:
+    """A site where the reading ended early."""
+    if not context.rewrite:
+        return context.site("off", miss.node, reasons=_off_reasons(context))
+    facts: dict[str, Any] = {}
+    nodes: list[Mapping[str, Any]] = []
+    found = (*miss.facts, *((write,) if write is not None and write not in miss.facts else ()))
+    for fact in found:
+        if isinstance(fact, CacheWrite):
+            facts["write"] = _write(fact)
+            nodes += _nodes(fact.nodes, "cache write")
+        elif isinstance(fact, Rope):
+            facts.setdefault("rope", _rope(fact))
+            nodes += _nodes(fact.nodes, "rope")
+        elif isinstance(fact, RMSNorm):
+            facts.setdefault("norm", _norm(fact))
+            nodes += _nodes(fact.nodes, "norm")
+    anchor = write.anchor or write.key.node if write is not None else miss.node
+    status = _STATUS.get(miss.reason.code.split(".")[0], "missed")
+    reason = miss.reason
+    if miss.node is not None:
+        reason = reason.at(reason.node or miss.node.name, source_of(miss.node))
+    return context.site(
+        status,
+        anchor,
+        reasons=(reason,),
+        facts=facts,
+        nodes=_unique(nodes),
+        depth=miss.depth,
+    )
+
+
+def off(context: Context, chain: Chain) -> Site:
+    """A site that was recognised while the pass may not rewrite."""
+    return context.site(
+        "off", anchor_of(chain), operation=chain.operation, reasons=_off_reasons(context)
+    )
+
+
+def _off_reasons(context: Context) -> tuple[Reason, ...]:
+    if context.training:
+        return (Reason("config.training", "the graph computes gradients"),)
+    return (Reason("config.off", "the pass is off"),)
+
+
+def refused(
+    context: Context,
+    chain: Chain,
+    operation: Operation,
+    reasons: Sequence[Reason],
+    selection: Selection | None = None,
+    checked: Checked | None = None,
+) -> Site:
+    """A site that was understood and left alone."""
+    return context.site(
+        "refused",
+        anchor_of(chain),
+        operation=operation.name,
+        reasons=(*reasons, *_ladder_reasons(chain)),
+        candidates=selection.candidates if selection is not None else (),
+        facts=_facts(chain),
+        nodes=_chain_nodes(chain),
+        validation=checked.to_dict() if checked is not None else None,
+        depth=10,
+    )
+
+
+def done(
+    context: Context,
+    chain: Chain,
+    operation: Operation,
+    selection: Selection,
+    checked: Checked,
+    before: Sequence[str],
+    after: Sequence[str],
+) -> Site:
+    """A site that was rewritten."""
+    facts = _facts(chain)
+    kernel = selection.kernel
+    assert kernel is not None
+    return context.site(
+        "fused" if chain.whole else "partial",
+        anchor_of(chain),
+        operation=operation.name,
+        kernel=kernel.name,
+        reasons=_ladder_reasons(chain),
+        candidates=selection.candidates,
+        facts=facts,
+        nodes=_chain_nodes(chain),
+        validation=checked.to_dict(),
+        depth=10,
+        before=tuple(before),
+        after=tuple(after),
+    )
+
+
+def anchor_of(chain: Chain) -> Node:
+    """The node whose layer and source line stand for the site."""
+    return chain.k_rope.out.node
+
+
+def chain_nodes(chain: Chain) -> frozenset[Node]:
+    """Every node of the chain, from its inputs (excluded) to its results."""
+    nodes = chain.q_rope.nodes | chain.k_rope.nodes
+    for norm in (chain.q_norm, chain.k_norm):
+        if norm is not None:
+            nodes |= norm.nodes
+    return nodes | chain.write.nodes if chain.write is not None else nodes
+
+
+def key_is_read(chain: Chain) -> bool:
+    """Whether the graph reads the rotated key apart from writing it to the cache."""
+    inside = chain_nodes(chain)
+    seen: set[Node] = set()
+    stack = [chain.k_rope.out.node]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if user in inside:
+                if user not in (chain.write.results if chain.write is not None else ()):
+                    stack.append(user)
+                continue
+            return True
+    return False
+
+
+def listing(chain: Chain) -> list[str]:
+    """The nodes of a chain as text, in graph order."""
+    inside = chain_nodes(chain)
+    return [n.format_node() or n.name for n in chain.k_rope.out.node.graph.nodes if n in inside]
+
+
+def _ladder_reasons(chain: Chain) -> tuple[Reason, ...]:
+    return tuple(
+        m.reason.at(m.reason.node, source_of(m.node)) if m.node is not None else m.reason
+        for m in chain.misses
+    )
+
+
+def _facts(chain: Chain) -> dict[str, Any]:
+    facts: dict[str, Any] = {"rope": _rope(chain.k_rope)}
+    if chain.k_norm is not None:
+        facts["norm"] = _norm(chain.k_norm)
+    if chain.write is not None:
+        facts["write"] = _write(chain.write)
+    facts["heads"] = {"query": chain.query.heads, "key": chain.key.heads, "dim": chain.key.dim}
+    facts["tokens"] = str(chain.key.tokens)
+    facts["qkv"] = "packed" if _packed(chain) else "separate"
+    return facts
+
+
+def _packed(chain: Chain) -> bool:
+    from fusion.graph.storage import root_of
+
+    if chain.write is None:
+        return root_of(chain.query.node).node is root_of(chain.key.node).node
+    roots = {root_of(v.node).node for v in (chain.query, chain.key, chain.write.value)}
+    return len(roots) == 1
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    return {
+        "style": rope.style,
+        "rotary_dim": rope.rotary_dim,
+        "dtype": str(rope.rope_dtype).removeprefix("torch."),
+        "tables": "by position" if rope.cos.positions is not None else "per token",
+        "width": "full" if rope.cos.full else "half",
+    }
+
+
+def _norm(norm: RMSNorm) -> dict[str, Any]:
+    return {
+        "weight": norm.weight_mode if norm.weight is not None else "absent",
+        "cast": norm.cast,
+        "eps": norm.eps.name if isinstance(norm.eps, Node) else norm.eps,
+        "inverse_root": norm.inv_rms,
+    }
+
+
+def _write(write: CacheWrite) -> dict[str, Any]:
+    def plane(p: CachePlane) -> str:
+        return f"{p.base.name} {list(map(str, p.size))}"
+
+    return {
+        "spelling": write.spelling,
+        "slots": write.slots.kind,
+        "layout": write.kv_layout,
+        "key_cache": plane(write.key_plane),
+        "value_cache": plane(write.value_plane),
+        "scaled": write.k_scale is not None or write.v_scale is not None,
+        "rows": _shape(write.key),
+    }
+
+
+def _shape(view: TokenView) -> str:
+    return f"[{view.tokens}, {view.heads}, {view.dim}]"
+
+
+def _chain_nodes(chain: Chain) -> tuple[Mapping[str, Any], ...]:
+    nodes: list[Mapping[str, Any]] = []
+    for norm, name in ((chain.q_norm, "q norm"), (chain.k_norm, "k norm")):
+        if norm is not None:
+            nodes += _nodes(norm.nodes, name)
+    nodes += _nodes(chain.q_rope.nodes, "q rope")
+    nodes += _nodes(chain.k_rope.nodes, "k rope")
+    if chain.write is not None:
+        nodes += _nodes(chain.write.nodes, "cache write")
+    return _unique(nodes)
+
+
+def _nodes(nodes: Iterable[Node], fact: str) -> list[Mapping[str, Any]]:
+    return [
+        {"name": n.name, "target": str(n.target), "fact": fact, "source": source_of(n)}
+        for n in sorted(nodes, key=lambda n: n.name)
+    ]
+
+
+def _unique(nodes: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    seen: dict[str, Mapping[str, Any]] = {}
+    for node in nodes:
+        seen.setdefault(node["name"], node)
+    return tuple(seen.values())

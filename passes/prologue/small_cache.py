@@ -1,0 +1,227 @@
+"""A cache of a few blocks with the geometry of the real one, for translation validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.backends import reference
+from fusion.graph import functional
+from fusion.graph.shapes import hint, hints
+from fusion.match.facts import CachePlane, CacheWrite, Slots
+from fusion.match.region import Dims, Factor, Input, RegionError, small_shape
+
+
+class SmallCache:
+    """Small stand-ins for the bases of one write, their K and V views, and slots into them."""
+
+    def __init__(
+        self, write: CacheWrite, small: Mapping[int, int], generator: torch.Generator
+    ) -> None:
+        self.write, self.generator = write, generator
+        self.tokens = _small_tokens(write, small)
+        self.small = small
+        plane = write.key_plane
+        blocks, block_size = hint(plane.size[0]), hint(plane.size[1])
+        if write.slots.batch is not None:  # a block is a sequence
+            self.blocks = small.get(blocks, blocks)
+            self.block_size = min(block_size, self.tokens + 2)
+        else:
+            self.block_size = min(block_size, 4 if block_size <= 832 else self.tokens + 2)
+            self.blocks = min(blocks, math.ceil((self.tokens + 3) / self.block_size) + 1)
+        self.bases: dict[Node, Input] = {}
+        self.strides: dict[Node, tuple[int, ...]] = {}
+        for base in write.bases:
+            self._make_base(base)
+        self.slot_inputs = self._make_slots()
+
+    def inputs(self, operand: CachePlane | Slots) -> dict[Node, Input]:
+        """The region inputs that an operand stands for."""
+        if isinstance(operand, CachePlane):
+            return {operand.base: self.bases[operand.base]}
+        return self.slot_inputs
+
+    def copies(self) -> dict[Node, Tensor]:
+        """Fresh copies of the bases, for the reference to write into."""
+        return {n: _clone(i.value) for n, i in self.bases.items()}
+
+    def view(self, plane: CachePlane, base: Tensor) -> Tensor:
+        """The NHD view of a plane on a small base."""
+        size = (self.blocks, self.block_size, hint(plane.size[2]), hint(plane.size[3]))
+        base_strides = hints(plane.base.meta["val"].stride())
+        base_sizes = hints(plane.base.meta["val"].shape)
+        small = self.strides[plane.base]
+
+        def translate(elements: int) -> int:
+            found = _locate(elements, base_sizes, base_strides, plane.base)
+            return sum(count * small[dim] for dim, count in found.items())
+
+        strides = [translate(hint(s)) for s in plane.stride[2:]]
+        inner = hint(plane.stride[1])
+        steps = [0, 0]
+        block_dim = _single(hint(plane.stride[0]), base_sizes, base_strides, plane.base)
+        inner_dim = _single(inner, base_sizes, base_strides, plane.base)
+        if self.block_size > 1 or block_dim is None:
+            steps[1] = 0 if inner_dim is None else small[inner_dim]
+        if self.blocks > 1 and block_dim is not None:
+            merged = block_dim == inner_dim and hint(plane.size[1]) > 1
+            steps[0] = small[block_dim] * (self.block_size if merged else 1)
+        base_offset = plane.base.meta["val"].storage_offset()
+        offset = translate(hint(plane.storage_offset) - hint(base_offset))
+        typed = base if base.dtype == plane.dtype else base.view(plane.dtype)
+        return torch.as_strided(typed, size, (*steps, *strides), offset)
+
+    def slot_mapping(self, slots: Slots, inputs: Mapping[Node, Input]) -> Tensor:
+        """The canonical slot of every token, in the token order of the key."""
+        index = inputs[slots.node].value.to(torch.int64).reshape(-1)
+        if slots.kind == "block_offset":
+            assert slots.offset is not None
+            offset = inputs[slots.offset].value.to(torch.int64).reshape(-1)
+            block = torch.where(index < 0, index + self.blocks, index)
+            return block * self.block_size + torch.where(
+                offset < 0, offset + self.block_size, offset
+            )
+        if slots.kind == "slots":
+            return index
+        if slots.batch is not None:
+            index = torch.where(index < 0, index + self.block_size, index)
+            sequences = torch.arange(self.blocks)[:, None] * self.block_size
+            return (sequences + index[None]).reshape(-1)
+        return torch.where(index < 0, index + self.blocks * self.block_size, index)
+
+    def special(self, node: Node, values: dict[Node, Any], dims: dict[Node, Dims]) -> Any:
+        """Run a functionalised ``kv_cache_write``, whose arguments bake the cache's sizes."""
+        if not functional.is_auto_functionalized(node):
+            return NotImplemented
+        write = self.write
+        copies = {b: _clone(values[b]) for b in write.bases}
+        given = functional.plain_kwargs(node)
+        arguments: dict[str, Any] = {
+            name: values[given[name]] if isinstance(given.get(name), Node) else None
+            for name in ("key", "value", "slot_mapping", "k_scale", "v_scale")
+        }
+        arguments["key_cache"] = self.view(write.key_plane, copies[write.key_plane.base])
+        arguments["value_cache"] = self.view(write.value_plane, copies[write.value_plane.base])
+        reference.kv_cache_write(**arguments, kv_layout=write.kv_layout)
+        bases: Any = node.kwargs.get("_all_bases")
+        if bases is None:  # the first version of the wrapper returns the arguments themselves
+            bases = [node.kwargs[n] for n in functional.mutated_names(node.args[0])]
+        return (None, *(copies[b] for b in bases))
+
+    def _make_base(self, base: Node) -> None:
+        value = base.meta["val"]
+        sizes, strides = hints(value.shape), hints(value.stride())
+        factors: list[tuple[Factor, ...]] = [((s, s),) if s != 1 else () for s in sizes]
+        for plane in (self.write.key_plane, self.write.value_plane):
+            if plane.base is not base:
+                continue
+            blocks, block_size = hint(plane.size[0]), hint(plane.size[1])
+            outer = _single(hint(plane.stride[0]), sizes, strides, base) if blocks > 1 else None
+            inner = _single(hint(plane.stride[1]), sizes, strides, base) if block_size > 1 else None
+            block_factor, inner_factor = (blocks, self.blocks), (block_size, self.block_size)
+            if outer is not None and outer == inner:
+                factors[outer] = (block_factor, inner_factor)
+            else:
+                if outer is not None:
+                    factors[outer] = (block_factor,)
+                if inner is not None:
+                    factors[inner] = (inner_factor,)
+        for dim, parts in enumerate(factors):
+            if math.prod(b for b, _ in parts) != sizes[dim]:
+                raise RegionError("a cache whose blocks do not fill a dimension", base)
+        shape = small_shape(tuple(factors))
+        order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+        dense = torch.empty([shape[d] for d in order], dtype=value.dtype)
+        back = [order.index(d) for d in range(len(order))]
+        small = dense.permute(back)
+        small.copy_(_random(shape, value.dtype, self.generator))
+        self.bases[base] = Input(tuple(factors), small)
+        self.strides[base] = small.stride()
+
+    def _make_slots(self) -> dict[Node, Input]:
+        slots = self.write.slots
+        total = self.blocks * self.block_size
+        shape = hints(slots.node.meta["val"].shape)
+        count = math.prod(shape)
+        if slots.batch is not None:
+            rows = self.small.get(count, count)
+            picked = torch.randperm(self.block_size, generator=self.generator)[:rows]
+        else:
+            rows = self.small.get(count, min(count, self.tokens))
+            picked = torch.randperm(total, generator=self.generator)[:rows]
+        if len(picked) < rows:
+            raise RegionError("more tokens than the cache has slots", slots.node)
+        dims = _slot_dims(shape, self.small, rows)
+        out: dict[Node, Input] = {}
+
+        def put(node: Node, value: Tensor) -> None:
+            dtype = node.meta["val"].dtype
+            out[node] = Input(dims, value.to(dtype).reshape(small_shape(dims)))
+
+        if slots.kind == "block_offset":
+            assert slots.offset is not None
+            block, offset = picked // self.block_size, picked % self.block_size
+            block[:1] -= self.blocks  # torch counts a negative index from the end
+            put(slots.node, block)
+            put(slots.offset, offset)
+        else:
+            if slots.kind == "slots" and rows > 2:
+                picked[1] = -1  # a padding row
+            elif slots.kind == "index":
+                picked[:1] -= total if slots.batch is None else self.block_size
+            put(slots.node, picked)
+        return out
+
+
+def _slot_dims(shape: Sequence[int], small: Mapping[int, int], rows: int) -> Dims:
+    if sum(s != 1 for s in shape) <= 1:
+        return tuple(((s, rows),) if s != 1 else () for s in shape)
+    return tuple(((s, small.get(s, s)),) if s != 1 else () for s in shape)
+
+
+def _small_tokens(write: CacheWrite, small: Mapping[int, int]) -> int:
+    tokens = hint(write.key.tokens)
+    return small.get(tokens, tokens)
+
+
+def _locate(
+    elements: int, sizes: Sequence[int], strides: Sequence[int], base: Node
+) -> dict[int, int]:
+    """Write a number of elements as a multi-index of a base."""
+    found: dict[int, int] = {}
+    for dim in sorted(range(len(sizes)), key=lambda d: -strides[d]):
+        if sizes[dim] == 1 or strides[dim] == 0:
+            continue
+        count, elements = divmod(elements, strides[dim])
+        if count:
+            found[dim] = count
+    if elements:
+        raise RegionError("a cache view that is no view of its base's dimensions", base)
+    return found
+
+
+def _single(elements: int, sizes: Sequence[int], strides: Sequence[int], base: Node) -> int | None:
+    """The one dimension of the base that a stride walks along (None for stride 0)."""
+    found = _locate(elements, sizes, strides, base)
+    if len(found) > 1:
+        raise RegionError("a cache view that walks along two dimensions at once", base)
+    return next(iter(found), None)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(tuple(shape), generator=generator).to(dtype)
+    if dtype == torch.uint8:
+        return torch.randint(0, 120, tuple(shape), generator=generator).to(dtype)
+    raise RegionError(f"a cache of dtype {dtype}")
+
+
+def _clone(value: Tensor) -> Tensor:
+    out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    out.copy_(value)
+    return out

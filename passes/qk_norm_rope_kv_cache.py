@@ -1,0 +1,163 @@
+"""QK-Norm -> RoPE -> KV-cache write becomes one operation.
+
+Matches, per layer, whatever the spelling (see :mod:`fusion.match`)::
+
+    q = rope(rms_norm(q, w_q), cos, sin)
+    k = rope(rms_norm(k, w_k), cos, sin)
+    cache[slots] = k, v
+
+Replaces it by::
+
+    q, k = fusion.qk_norm_rope_kv_cache(q, k, v, w_q, w_k, cos, sin, cache, slots, kernel=...)
+
+and, where that is not all there, by the next smaller fusion of the ladder: rope and write
+(``rope_kv_cache``), norm and rope (``qk_norm_rope``). Five steps, each of which can say no:
+
+1. read     recognisers raise the nodes to facts; facts compose to a chain
+2. gate     a kernel that may run this call on this target is selected
+3. check    the replaced nodes and the operation give the same bits on small inputs
+4. rewrite  the call is emitted in one transaction, later readers move to the new cache
+5. report   what was done, or the first reason why not, with the node in the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch.fx import Graph, Node
+
+from fusion.graph.shapes import NoHintError, hint
+from fusion.graph.surgery import SurgeryError
+from fusion.match.cache_write import find_cache_writes
+from fusion.match.facts import CacheWrite, Miss, Rope
+from fusion.match.rope import find_ropes
+from fusion.passes.prologue import describe
+from fusion.passes.prologue.chain import Chain, find_query, read_chain, with_norms
+from fusion.passes.prologue.check import Checked, check
+from fusion.passes.prologue.emit import emit
+from fusion.passes.prologue.operation import kernel_call, operation_of
+from fusion.pipeline import Context
+from fusion.reason import Reason
+from fusion.report import Site
+from fusion.selection import Selection, select
+
+
+@dataclass(frozen=True)
+class QKNormRopeKVCache:
+    """The pass. ``max_tokens``: fuse only graphs of at most this many tokens (None: any)."""
+
+    name: ClassVar[str] = "qk_norm_rope_kv_cache"
+    order: ClassVar[int] = 100
+
+    max_tokens: int | None = None
+
+    def run(self, graph: Graph, context: Context) -> list[Site]:
+        """Fuse every prologue that is proved right; one site per cache write and loose rope."""
+        sites: list[Site] = []
+        taken: set[Node] = set()
+        for found in find_cache_writes(graph):
+            sites.append(self._write_site(graph, found, context, taken))
+        sites += self._loose_sites(graph, context, taken)
+        return sites
+
+    def _write_site(
+        self, graph: Graph, found: CacheWrite | Miss, context: Context, taken: set[Node]
+    ) -> Site:
+        """The site of one cache write."""
+        if isinstance(found, Miss):
+            return describe.missed(context, found)
+        chain = read_chain(graph, found, frozenset(taken))
+        if isinstance(chain, Miss):
+            return describe.missed(context, chain, found)
+        taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
+        return self._fuse(graph, chain, context)
+
+    def _loose_sites(self, graph: Graph, context: Context, taken: set[Node]) -> list[Site]:
+        """Sites of rotated pairs that no slot write consumes (a dynamic cache, no cache)."""
+        sites: list[Site] = []
+        for k_rope in find_ropes(graph, frozenset(taken)):
+            if k_rope.out.node in taken:
+                continue
+            taken.add(k_rope.out.node)
+            q_rope = find_query(graph, k_rope, frozenset(taken))
+            if isinstance(q_rope, Miss):
+                continue
+            taken.add(q_rope.out.node)
+            sites.append(self._loose_site(graph, q_rope, k_rope, context))
+        return sites
+
+    def _loose_site(self, graph: Graph, q_rope: Rope, k_rope: Rope, context: Context) -> Site:
+        node = k_rope.out.node
+        miss = Miss(
+            Reason("match.no-cache-write", "no slot write consumes this key", node=node.name),
+            node,
+            depth=4,
+            facts=(k_rope, q_rope),
+        )
+        chain = with_norms(Chain(None, q_rope, k_rope, None, None))
+        if not chain.normed:
+            return describe.missed(context, miss)
+        return self._fuse(graph, replace(chain, misses=(miss, *chain.misses)), context)
+
+    def _fuse(self, graph: Graph, chain: Chain, context: Context) -> Site:
+        """Gate, check and rewrite one chain, falling down the ladder where the norm is in the way."""
+        if not context.rewrite:
+            return describe.off(context, chain)
+        operation = operation_of(chain, return_key=describe.key_is_read(chain))
+        if (reason := self._too_many_tokens(chain)) is not None:
+            return describe.refused(context, chain, operation, (reason,))
+        selection = select(kernel_call(operation, context.target, context.config))
+        kernel = selection.kernel
+        if kernel is None or (kernel.name == "reference" and context.target.device_type != "cpu"):
+            return describe.refused(
+                context, chain, operation, _why_no_kernel(selection), selection=selection
+            )
+        checked = Checked("off")
+        if context.config.validate:
+            checked = check(chain, operation, context.config, context.validations)
+            if checked.reason is not None:
+                return describe.refused(
+                    context, chain, operation, (checked.reason,), selection, checked
+                )
+        try:
+            before = describe.listing(chain)
+            new = emit(graph, chain, operation, kernel.name)
+        except SurgeryError as error:
+            return describe.refused(context, chain, operation, (error.reason,), selection, checked)
+        return describe.done(context, chain, operation, selection, checked, before, new)
+
+    def _too_many_tokens(self, chain: Chain) -> Reason | None:
+        if self.max_tokens is None:
+            return None
+        try:
+            tokens = hint(chain.key.tokens)
+        except NoHintError:
+            return None
+        if tokens <= self.max_tokens:
+            return None
+        return Reason(
+            "profit.token-range",
+            "the pass is limited to fewer tokens",
+            have=str(tokens),
+            need=f"at most {self.max_tokens}",
+        )
+
+
+def _why_no_kernel(selection: Selection) -> Sequence[Reason]:
+    """The refusals of the candidates; on a GPU the reference alone is no reason to fuse."""
+    reasons = [r for c in selection.candidates for r in c.reasons]
+    if selection.kernel is not None or not reasons:
+        reasons.insert(
+            0,
+            Reason(
+                "profit.no-kernel",
+                "no kernel but the reference accepts this call",
+                have=", ".join(c.kernel for c in selection.candidates) or "none",
+                need="aiter or triton",
+            ),
+        )
+    return reasons
+
+
