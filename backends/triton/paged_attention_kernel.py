@@ -1,0 +1,428 @@
+"""Triton kernels of paged attention (imported only when one of them is about to run).
+
+One program owns one (request, KV head, row block, split): all query rows that share the KV head,
+``rows = q_len * G`` with ``G = Hq // Hk``, are packed token-major into row blocks, so K and V are
+read once for the whole group. The keys of a program are cut into three stretches of whole tiles:
+tiles that some row sees only partly on the left (window), tiles that every row sees completely
+(no mask at all), and tiles that are partly seen on the right (causal edge, end of sequence).
+
+The page ids of a tile are loaded one iteration ahead and carried in registers. Page id and then
+K and V inside one iteration would be a chain of two dependent loads, on which the software
+pipeline would spend its stages twice.
+
+Softmax is the usual running one in base 2 (``exp2`` is one instruction); the log-sum-exp that
+splits exchange is in base 2 too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusion.backends.triton.paged_attention_tiles import Tiles, next_power_of_2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _decode(x, FP8: tl.constexpr, COMPUTE: tl.constexpr):
+    """Cache elements as COMPUTE dtype (exact for 8-bit floats).
+
+    FP8 "fn" and "fnuz": bytes decoded with integer arithmetic, for chips without that format.
+    The four exponent bits move into a float16 exponent, whose bias is 15 instead of 7 (fn) or
+    8 (fnuz): the missing power of two is multiplied in; subnormals come right by themselves.
+    """
+    if FP8 == "fn" or FP8 == "fnuz":
+        bits = x.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32)
+        if FP8 == "fn":
+            value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value * 256.0)
+        else:
+            value = tl.where(bits == 0x80, float("nan"), value * 128.0)
+        return value.to(COMPUTE)
+    else:
+        return x.to(COMPUTE)
+
+
+@triton.jit
+def _page_ids(table, n0, hi, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr):
+    """Page ids of the keys n0 .. n0+N-1 (one scalar if a tile lies within a page).
+
+    Entries at or past the page of key ``hi - 1`` are not read: they may not exist.
+    """
+    if ONE:
+        return tl.load(table + n0 // PAGE, mask=n0 < hi, other=0)
+    else:
+        n = n0 + tl.arange(0, N)
+        return tl.load(table + n // PAGE, mask=n < hi, other=0)
+
+
+@triton.jit
+def _offsets(
+    pages, n0, s_block, s_token, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr,
+    X: tl.constexpr,
+):  # fmt: skip
+    """Element offset of each key's row in the cache, 64 bits (a block may start past 2**31).
+
+    X > 0: V of the shuffled layout, where X consecutive tokens are innermost.
+    """
+    if ONE:
+        slot = n0 % PAGE + tl.arange(0, N)
+    else:
+        slot = (n0 + tl.arange(0, N)) % PAGE
+    block = pages.to(tl.int64) * s_block
+    if X > 0:
+        return block + (slot // X).to(tl.int64) * s_token + slot % X
+    else:
+        return block + slot.to(tl.int64) * s_token
+
+
+@triton.jit
+def _attend(
+    q, acc, m, l, pages, n0, lo, hi, q_pos, k_ptr, v_ptr,
+    k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap, window_left, window_right,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ONE: tl.constexpr,
+    X: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: scores, running softmax, weighted values.
+
+    q [M, BLOCK_D], acc [M, BLOCK_DV] f32, m (running maximum of base-2 scores) and l (running
+    sum) [M] f32. MASKED tiles load nothing outside ``lo <= n < hi``: V too, since a zero
+    probability times a NaN of a page tail would still be NaN.
+    """
+    n = n0 + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+
+    k_rows = _offsets(pages, n0, k_sb, k_st, PAGE, BLOCK_N, ONE, 0)
+    if X > 0:
+        k_cols = (d // X) * k_sx + d % X
+        v_cols = dv * v_sx
+    else:
+        k_cols = d
+        v_cols = dv
+    k_at = k_ptr + k_rows[:, None] + k_cols[None, :]
+    if MASKED:
+        inside = (n >= lo) & (n < hi)
+        k = tl.load(k_at, mask=inside[:, None] & (d < D)[None, :], other=0)
+    elif D != BLOCK_D:
+        k = tl.load(k_at, mask=(d < D)[None, :], other=0)
+    else:
+        k = tl.load(k_at)
+    qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
+
+    if SOFTCAP:
+        # cap * tanh(x), tanh(x) = 1 - 2 / (1 + e**2x): right at both infinities
+        qk = (1.0 - 2.0 / (1.0 + tl.exp2(qk * cap_scale))) * softcap
+    if MASKED:
+        see = inside[None, :]
+        if CAUSAL:
+            see = see & (n[None, :] <= q_pos[:, None])
+        if LEFT:
+            see = see & (n[None, :] >= q_pos[:, None] - window_left)
+        if RIGHT:
+            see = see & (n[None, :] <= q_pos[:, None] + window_right)
+        if not SOFTCAP:
+            qk = qk * qk_scale
+        qk = tl.where(see, qk, NEG_INF)
+        m_new = tl.maximum(m, tl.max(qk, 1))
+        # a row that has seen nothing yet keeps m = -inf; -inf - -inf would be NaN
+        m_safe = tl.where(m_new == NEG_INF, 0.0, m_new)
+        p = tl.exp2(qk - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+    else:
+        if SOFTCAP:
+            m_new = tl.maximum(m, tl.max(qk, 1))
+            p = tl.exp2(qk - m_new[:, None])
+        else:
+            # qk_scale >= 0, so the maximum may be taken first and the scale fused with the minus
+            m_new = tl.maximum(m, tl.max(qk, 1) * qk_scale)
+            p = tl.exp2(qk * qk_scale - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+
+    v_rows = _offsets(pages, n0, v_sb, v_st, PAGE, BLOCK_N, ONE, X)
+    v_at = v_ptr + v_rows[:, None] + v_cols[None, :]
+    if MASKED:
+        v = tl.load(v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0)
+    elif DV != BLOCK_DV:
+        v = tl.load(v_at, mask=(dv < DV)[None, :], other=0)
+    else:
+        v = tl.load(v_at)
+    acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc, input_precision=PRECISION)
+    return acc, m_new, l
+
+
+@triton.jit(do_not_specialize=[
+    "total_tokens", "num_row_blocks", "num_splits", "window_left", "window_right", "first_seq",
+    "num_seqs", "table_width",
+])  # fmt: skip
+def paged_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, seq_lens_ptr, starts_ptr,
+    sinks_ptr, k_scale_ptr, v_scale_ptr,
+    first_seq, num_seqs, total_tokens, num_row_blocks, num_splits,
+    scale, softcap, window_left, window_right,
+    q_st, q_sh, k_sb, k_st, k_sh, k_sx, v_sb, v_st, v_sh, v_sx, table_s0, table_width,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SPLIT: tl.constexpr,
+    X: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row block over one split of the keys.
+
+    Without SPLIT, out is [T, Hq, DV] in the query's dtype; with it, out is f32
+    [T, Hq, num_splits, DV] (normalised within the split) and lse f32 [T, Hq, num_splits], base 2,
+    -inf where the split holds no key of that row (its part of out is then not written).
+    """
+    pid = tl.program_id(0)
+    row_block = pid % num_row_blocks
+    rest = pid // num_row_blocks
+    head = rest % HK
+    rest = rest // HK
+    split = rest % num_splits
+    seq = first_seq + rest // num_splits
+
+    if not SPLIT:
+        # rows that belong to no request yield zeros; normally there are none
+        first = tl.load(starts_ptr).to(tl.int32)
+        last = tl.load(starts_ptr + num_seqs).to(tl.int32)
+        row_size: tl.constexpr = HK * G * DV
+        for i in range(pid, first + total_tokens - last, tl.num_programs(0)):
+            row = tl.where(i < first, i, last - first + i).to(tl.int64)
+            for c in range(0, row_size, 1024):
+                at = c + tl.arange(0, 1024)
+                zero = tl.zeros([1024], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + row * row_size + at, zero, mask=at < row_size)
+
+    start = tl.load(starts_ptr + seq).to(tl.int32)
+    q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
+    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    row_first = row_block * BLOCK_M
+    if row_first >= q_len * G:
+        return
+
+    rows = row_first + tl.arange(0, BLOCK_M)
+    token = rows // G
+    q_head = head * G + rows % G
+    row_ok = token < q_len
+    q_pos = token + seq_len - q_len
+    pos_min = row_first // G + seq_len - q_len
+    pos_max = tl.minimum((row_first + BLOCK_M - 1) // G, q_len - 1) + seq_len - q_len
+
+    # lo <= n < hi: keys that some row sees; full_lo <= n < full_hi: keys that every row sees
+    lo = 0
+    full_lo = 0
+    hi = tl.minimum(seq_len, table_width * PAGE)
+    full_hi = hi
+    if CAUSAL:
+        hi = tl.minimum(hi, pos_max + 1)
+        full_hi = tl.minimum(full_hi, pos_min + 1)
+    if RIGHT:
+        hi = tl.minimum(hi, pos_max + window_right + 1)
+        full_hi = tl.minimum(full_hi, pos_min + window_right + 1)
+    if LEFT:
+        lo = tl.maximum(lo, pos_min - window_left)
+        full_lo = tl.maximum(full_lo, pos_max - window_left)
+    hi = tl.maximum(hi, 0)
+    full_hi = tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N
+    full_lo = (full_lo + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+    begin = lo // BLOCK_N * BLOCK_N
+    end = hi
+    if SPLIT:
+        tiles = (tl.maximum(hi - begin, 0) + BLOCK_N - 1) // BLOCK_N
+        last_tile = begin + (split + 1) * tiles // num_splits * BLOCK_N
+        begin = begin + split * tiles // num_splits * BLOCK_N
+        end = tl.minimum(hi, last_tile)
+    full_begin = tl.minimum(tl.maximum(full_lo, begin), end)
+    full_end = tl.maximum(tl.minimum(full_hi, end), full_begin)
+
+    ONE: tl.constexpr = PAGE % BLOCK_N == 0
+    table = table_ptr + seq.to(tl.int64) * table_s0
+    pages = _page_ids(table, begin, end, PAGE, BLOCK_N, ONE)
+
+    qk_scale = scale
+    if K_SCALE:
+        qk_scale = qk_scale * tl.load(k_scale_ptr).to(tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + (start + token).to(tl.int64)[:, None] * q_st + q_head[:, None] * q_sh + d[None, :]
+    q = tl.load(q_at, mask=row_ok[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    if K_SCALE:
+        # The sign of the scale goes into q (exact), so that scaling keeps the order of the scores;
+        # the host did so for ``scale``. Arithmetic on q makes it a register operand of the matrix
+        # product instead of a shared-memory one, which costs registers: only where needed.
+        q = tl.where(qk_scale < 0, -q, q)
+        qk_scale = tl.abs(qk_scale)
+    cap_scale = qk_scale
+    if SOFTCAP:
+        cap_scale = qk_scale / softcap * (2.0 * LOG2E)
+    qk_scale = qk_scale * LOG2E
+
+    k_base = k_ptr + head.to(tl.int64) * k_sh
+    v_base = v_ptr + head.to(tl.int64) * v_sh
+    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        if split == 0:  # the sink enters the denominator once
+            sink = tl.load(sinks_ptr + q_head, mask=row_ok, other=0.0).to(tl.float32)
+            m = sink * LOG2E
+            l += 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    if LEFT:
+        for n0 in tl.range(begin, full_begin, BLOCK_N, num_stages=1):
+            here = pages
+            pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+            acc, m, l = _attend(
+                q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+                k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
+                window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
+                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
+            )  # fmt: skip
+    for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
+        here = pages
+        pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+        acc, m, l = _attend(
+            q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+            k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
+            window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
+        )  # fmt: skip
+    for n0 in tl.range(full_end, end, BLOCK_N, num_stages=1):
+        here = pages
+        pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+        acc, m, l = _attend(
+            q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+            k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
+            window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
+        )  # fmt: skip
+
+    # l == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    norm = 1.0 / l
+    if V_SCALE:
+        norm = norm * tl.load(v_scale_ptr).to(tl.float32)
+    out = acc * norm[:, None]
+    dv = tl.arange(0, BLOCK_DV)
+    row = (start + token).to(tl.int64) * (HK * G) + q_head
+    keep = row_ok[:, None] & (dv < DV)[None, :]
+    if SPLIT:
+        row = row * num_splits + split
+        lse = tl.where(empty, NEG_INF, m + tl.log2(l))
+        tl.store(lse_ptr + row, lse, mask=row_ok)
+    tl.store(out_ptr + row[:, None] * DV + dv[None, :], out, mask=keep)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+def combine_kernel(
+    part_ptr, lse_ptr, out_ptr, starts_ptr, num_seqs, num_splits,
+    HQ: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum_s 2**lse_s * part_s / sum_s 2**lse_s, one program per (token, head) row.
+
+    part f32 [T*Hq, num_splits, DV], lse f32 [T*Hq, num_splits]; rows of no request yield zeros.
+    The order of the sum is fixed, so the result has the same bits each time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = row // HQ
+    s = tl.arange(0, BLOCK_S)
+    dv = tl.arange(0, BLOCK_DV)
+    first = tl.load(starts_ptr)
+    last = tl.load(starts_ptr + num_seqs)
+    there = tl.where(token < first, 0, tl.where(token < last, num_splits, 0))
+    lse = tl.load(lse_ptr + row * num_splits + s, mask=s < there, other=NEG_INF)
+    top = tl.max(lse, 0)
+    top = tl.where(top == NEG_INF, 0.0, top)
+    total = tl.sum(tl.exp2(lse - top), 0)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    part_ptr += row * num_splits * DV
+    for s0 in range(0, num_splits, CHUNK):
+        sc = s0 + tl.arange(0, CHUNK)
+        weight = tl.load(lse_ptr + row * num_splits + sc, mask=sc < there, other=NEG_INF)
+        written = (weight != NEG_INF)[:, None] & (dv < DV)[None, :]
+        part = tl.load(part_ptr + sc[:, None] * DV + dv[None, :], mask=written, other=0.0)
+        acc += tl.sum(part * tl.exp2(weight - top)[:, None], 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * DV + dv, acc, mask=dv < DV)
+
+
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def launch(
+    geo: Tiles,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_strides: list[int],
+    v_strides: list[int],
+    kv_heads: int,
+    page: int,
+    x: int,
+    fp8: str,
+    compute: torch.dtype,
+    precision: str,
+    out_dtype: torch.dtype,
+    max_programs: int,
+) -> torch.Tensor:
+    """Allocate the output (and the partial results of the splits) and launch one or two kernels.
+
+    ``k_strides``/``v_strides``: elements between blocks, tokens, heads, and (shuffled layout
+    only) groups of the head dimension. Other arguments as in ``paged_attention``.
+    """
+    tokens, q_heads, head_dim = query.shape
+    value_dim = value_cache.shape[3]
+    batch = seq_lens.shape[0]
+    splits = geo.splits
+    out = query.new_empty((tokens, q_heads, value_dim), dtype=out_dtype)
+    if splits > 1:
+        part = query.new_empty((tokens, q_heads, splits, value_dim), dtype=torch.float32)
+        lse = query.new_empty((tokens, q_heads, splits), dtype=torch.float32)
+    else:
+        part, lse = out, out
+
+    per_seq = geo.row_blocks * kv_heads * splits
+    step = max(1, max_programs // per_seq)
+    for first in range(0, batch, step):
+        programs = per_seq * min(step, batch - first)
+        paged_attention_kernel[(programs,)](
+            query, key_cache, value_cache, part, lse, block_table, seq_lens, query_start_loc,
+            sinks, k_scale, v_scale, first, batch, tokens, geo.row_blocks, splits,
+            scale, softcap, window_left, window_right,
+            query.stride(0), query.stride(1), *k_strides, *v_strides,
+            block_table.stride(0), block_table.shape[1],
+            HK=kv_heads, G=q_heads // kv_heads, D=head_dim, DV=value_dim, PAGE=page,
+            CAUSAL=causal, LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
+            SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
+            SPLIT=splits > 1, X=x, FP8=fp8, COMPUTE=_TL[compute], PRECISION=precision,
+            BLOCK_M=geo.rows, BLOCK_N=geo.keys, BLOCK_D=geo.block_d, BLOCK_DV=geo.block_dv,
+            STAGES=geo.stages, num_warps=geo.warps, num_stages=geo.stages,
+        )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(tokens * q_heads,)](
+            part, lse, out, query_start_loc, batch, splits,
+            HQ=q_heads, DV=value_dim, BLOCK_S=next_power_of_2(splits), BLOCK_DV=geo.block_dv,
+            CHUNK=min(16, next_power_of_2(splits)), num_warps=4,
+        )  # fmt: skip
+    return out
