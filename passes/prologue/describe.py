@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from fusion.graph.provenance import source_of
+from fusion.graph.storage import root_of
 from fusion.match.facts import CachePlane, CacheWrite, Miss, RMSNorm, Rope, TokenView
 from fusion.passes.prologue.chain import Chain
 from fusion.passes.prologue.check import Checked
@@ -134,6 +135,7 @@ def chain_nodes(chain: Chain) -> frozenset[Node]:
 def key_is_read(chain: Chain) -> bool:
     """Whether the graph reads the rotated key apart from writing it to the cache."""
     inside = chain_nodes(chain)
+    results = chain.write.results if chain.write is not None else {}
     seen: set[Node] = set()
     stack = [chain.k_rope.out.node]
     while stack:
@@ -142,11 +144,11 @@ def key_is_read(chain: Chain) -> bool:
             continue
         seen.add(node)
         for user in node.users:
-            if user in inside:
-                if user not in (chain.write.results if chain.write is not None else ()):
-                    stack.append(user)
+            if user in results:
                 continue
-            return True
+            if user not in inside:
+                return True
+            stack.append(user)
     return False
 
 
