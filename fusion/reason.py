@@ -89,6 +89,10 @@ class Reason:
 
 # code: (meaning, remedy). Sorted by prefix. Keep sentences short: they are table cells.
 _BUILTIN: dict[str, tuple[str, str]] = {
+    "cache.no-report": (
+        "the compiled code came from a compile cache that holds no report for it",
+        "clear the compile cache (TORCHINDUCTOR_CACHE_DIR) to see the sites",
+    ),
     "config.off": ("the pass is switched off in the options", "set the pass to auto or required"),
     "config.training": (
         "the graph computes gradients; fusion is for inference",
@@ -178,6 +182,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "match.attention-op": (
         "the attention op is not one that fusion knows",
         "register it with fusion.match.attention.register_attention",
+    ),
+    "match.cache-pair": (
+        "one of K and V is written to the cache without the other in the same way",
+        "write K and V with the same slots",
     ),
     "match.cache-view": (
         "the written cache is reached through a view that is not a plain strided one",

@@ -1,0 +1,258 @@
+"""One write by slots: which dimension of the written view means what.
+
+The canonical form is rows ``[tokens, heads, dim]`` written to an NHD plane
+``[num_blocks, block_size, heads, dim]`` at slots. This module reads that form off
+``index_put``, ``index_copy``, ``scatter`` and ranges on a view of any shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.match import cache_view as cv
+from fusion.match.cache_trace import RawWrite, Trace
+from fusion.match.cache_view import Region, Size
+from fusion.match.facts import Slots, TokenView
+from fusion.reason import Reason
+
+
+@dataclass(frozen=True)
+class RangeSlots(Slots):
+    """A contiguous range of positions, ``start`` to ``start + length``, in each block.
+
+    There is no slot tensor in the graph: ``node`` is the write itself, kind is ``range``.
+    """
+
+    start: Size = 0
+    length: Size = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One tensor's rows and where they go. ``key`` compares the slots of two writes."""
+
+    write: RawWrite
+    view: TokenView
+    plane: Region
+    slots: Slots
+    scale: Node | None
+    nodes: tuple[Node, ...]
+    key: tuple[Any, ...]
+
+    def pairs_with(self, other: Rows) -> bool:
+        """Whether the other write fills the same slots of another plane of the same geometry."""
+        if self.key != other.key or not self.key:
+            return False
+        if self.view.heads != other.view.heads or self.write.dtype != other.write.dtype:
+            return False
+        if not cv.equal(self.view.tokens, other.view.tokens):
+            return False
+        if not cv.all_equal(self.plane.size[:3], other.plane.size[:3]):
+            return False
+        same = self.write.base is other.write.base
+        return not same or self.write.region.disjoint(other.write.region)
+
+
+def product(sizes: Any) -> Size:
+    """The product of sizes, an int or a SymInt."""
+    return math.prod(sizes, start=1)
+
+
+def tokens_of(node: Any) -> TokenView | Reason:
+    """A ``[T, H, D]`` operand of a registered op as a token view."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 3:
+        return Reason(
+            "match.value", "the written rows are not [tokens, heads, dim]", node=str(node)
+        )
+    return _view(node, (0, 1, 2), 1)
+
+
+def _view(node: Node, order: tuple[int, ...], token_dims: int) -> TokenView | Reason:
+    shape = tuple(node.meta["val"].shape)
+    sizes = tuple(shape[d] for d in order[:token_dims])
+    heads = shape[order[token_dims]] if len(order) == token_dims + 2 else 1
+    dim = shape[order[-1]]
+    if not (isinstance(heads, int) and isinstance(dim, int)):
+        return Reason(
+            "match.value", "the number of heads and the head size are not constants",
+            have=f"{heads} heads of {dim}", node=node.name,
+        )  # fmt: skip
+    return TokenView(node, order, token_dims, sizes, product(sizes), heads, dim)
+
+
+def read_rows(trace: Trace, write: RawWrite) -> Rows | Reason | None:
+    """Read one raw write. None where it is no business of ours (a counter, a mask)."""
+    region, dtype = write.region, write.dtype
+    if not (dtype.is_floating_point or dtype.itemsize == 1) or dtype == torch.bool:
+        return None
+    if len(region.size) < 2:
+        return None
+    name = cv.op_name(write.node)
+    a = cv.arguments(write.node)
+    if name in ("aten::index_put", "aten::_unsafe_index_put"):
+        if a["accumulate"]:
+            return _no(write, "index_put adds to the cache (accumulate=True)")
+        return _index_put(trace, write, list(a["indices"]), a["values"])
+    if name == "aten::index_copy":
+        indices: list[Any] = [None] * (a["dim"] % len(region.size)) + [a["index"]]
+        return _index_put(trace, write, indices, a["source"])
+    return _no(write, f"{name} into a cache is not read as a slot write")
+
+
+def _no(write: RawWrite, message: str) -> Reason:
+    return Reason("match.cache-write", message, node=write.node.name)
+
+
+def _index_put(
+    trace: Trace, write: RawWrite, indices: list[Any], values: Any
+) -> Rows | Reason | None:
+    region = write.region
+    ndim = len(region.size)
+    at = [i for i, x in enumerate(indices) if x is not None]
+    if not at or not all(isinstance(indices[i], Node) for i in at):
+        return _no(write, "the index is not a tensor of slots")
+    tensors = [indices[i].meta["val"] for i in at]
+    if any(t.dtype not in (torch.int64, torch.int32) for t in tensors):
+        return _no(write, "the cache is written through a mask, not by slots")
+    shape = _broadcast([tuple(t.shape) for t in tensors])
+    if shape is None or len(shape) == 0:
+        return _no(write, "the indices do not name one slot per token")
+    rest = [i for i in range(ndim) if i not in at]
+    adjacent = at == list(range(at[0], at[0] + len(at)))
+    before = [i for i in rest if i < at[0]] if adjacent else []
+    after = [i for i in rest if i not in before]
+    # Dimensions of the values, by what they follow: ("r", region dim) or ("t", index dim).
+    layout = [("r", i) for i in before] + [("t", i) for i in range(len(shape))]
+    layout += [("r", i) for i in after]
+    expected = [shape[i] if kind == "t" else region.size[i] for kind, i in layout]
+    if not isinstance(values, Node):
+        return _no(write, "the written value is a constant")
+    if len(at) > 2:
+        return _no(write, "more than a block and an offset index the cache")
+    return finish(trace, write, values, layout, expected, rest, at, [indices[i] for i in at])
+
+
+def finish(
+    trace: Trace,
+    write: RawWrite,
+    values: Node,
+    layout: list[tuple[str, int]],
+    expected: list[Size],
+    rest: list[int],
+    at: list[int],
+    indices: list[Node],
+) -> Rows | Reason | None:
+    """Name the axes: ``rest`` region dimensions are (batch,) heads and dim, ``at`` are slots."""
+    region = write.region
+    got = tuple(values.meta["val"].shape)
+    if not cv.all_equal(got, expected):
+        return Reason(
+            "match.value", "the written value is broadcast, or not one row per slot",
+            have=str(list(got)), need=str(expected), node=values.name,
+        )  # fmt: skip
+    if not rest or len(rest) > 3:
+        return _no(write, "the written view has no head and dim axes")
+    dim_axis = rest[-1]
+    head_axis = rest[-2] if len(rest) >= 2 else None
+    batch_axis = rest[-3] if len(rest) == 3 else None
+    if not cv.equal(region.stride[dim_axis], 1):
+        return Reason(
+            "match.cache-view", "the head dimension of the cache is not contiguous",
+            have=f"stride {region.stride[dim_axis]}", need="stride 1", node=write.node.name,
+        )  # fmt: skip
+    if batch_axis is not None and (len(at) != 1 or len(indices[0].meta["val"].shape) != 1):
+        return _no(write, "batched positions differ by sequence")
+    where = {entry: i for i, entry in enumerate(layout)}
+    tokens = [where["r", batch_axis]] if batch_axis is not None else []
+    tokens += [i for i, (kind, _) in enumerate(layout) if kind == "t"]
+    order = list(tokens)
+    if head_axis is not None:
+        order.append(where["r", head_axis])
+    order.append(where["r", dim_axis])
+    source, scale, inner = _uncast(values, write.dtype)
+    if isinstance(source, Reason):
+        return source
+    view = _view(source, tuple(order), len(tokens))
+    if isinstance(view, Reason):
+        return view
+    head = (view.heads, view.dim if head_axis is None else region.stride[head_axis])
+    if batch_axis is not None:
+        blocks = (region.size[batch_axis], region.stride[batch_axis])
+        pages = (region.size[at[0]], region.stride[at[0]])
+    elif len(at) == 2:
+        blocks = (region.size[at[0]], region.stride[at[0]])
+        pages = (region.size[at[1]], region.stride[at[1]])
+    else:
+        blocks, pages = _paged(trace, write, region.size[at[0]], region.stride[at[0]])
+    plane = Region(
+        (blocks[0], pages[0], head[0], view.dim),
+        (blocks[1], pages[1], head[1], 1),
+        region.offset,
+    )
+    batch = region.size[batch_axis] if batch_axis is not None else None
+    if len(at) == 2:
+        slots = Slots(indices[0], "block_offset", indices[1])
+    else:
+        slots = Slots(indices[0], "index", None, batch)
+    key = (slots.kind, *(structure(i) for i in indices), str(batch))
+    return Rows(write, view, plane, slots, scale, inner, key)
+
+
+def _paged(
+    trace: Trace, write: RawWrite, size: Size, stride: Size
+) -> tuple[tuple[Size, Size], tuple[Size, Size]]:
+    """Blocks and block size behind a flat slot dimension, from the base where it shows them."""
+    base = trace.whole(write.base)
+    for outer in range(len(base.size)):
+        for inner in range(len(base.size)):
+            n, m = base.size[outer], base.size[inner]
+            if outer == inner or not cv.equal(base.stride[inner], stride):
+                continue
+            if cv.equal(n * m, size) and cv.equal(base.stride[outer], m * stride):
+                return (n, base.stride[outer]), (m, stride)
+    return (1, size * stride), (size, stride)
+
+
+def _uncast(
+    values: Node, dtype: torch.dtype
+) -> tuple[Node | Reason, Node | None, tuple[Node, ...]]:
+    """The rows before the write's own conversion to the cache's dtype."""
+    del dtype
+    return values, None, ()
+
+
+def _broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...] | None:
+    """The broadcast of index shapes, where it is known."""
+    ndim = max(len(s) for s in shapes)
+    out: list[Size] = [1] * ndim
+    for shape in shapes:
+        for i, n in enumerate(shape, start=ndim - len(shape)):
+            if cv.equal(out[i], n) or cv.equal(n, 1):
+                continue
+            if not cv.equal(out[i], 1):
+                return None
+            out[i] = n
+    return tuple(out)
+
+
+def structure(node: Any, depth: int = 40) -> Any:
+    """A hashable form of how an index is computed: equal forms are equal values.
+
+    Inductor merges equal nodes, AOTAutograd does not: K's and V's slots may be two equal chains.
+    """
+    if not isinstance(node, Node):
+        if isinstance(node, (list, tuple)):
+            return tuple(structure(x, depth) for x in node)
+        if isinstance(node, dict):
+            return tuple(sorted((k, structure(v, depth)) for k, v in node.items()))
+        return node if isinstance(node, (int, float, str, bool, type(None))) else str(node)
+    if node.op != "call_function" or depth == 0 or node.is_impure():
+        return node
+    args = structure(node.args, depth - 1)
+    return (str(node.target), args, structure(node.kwargs, depth - 1))
