@@ -10,7 +10,7 @@ from typing import Any
 
 MODES = ("off", "auto", "required")
 NUMERICS = ("tolerant", "exact")
-INNER = ("inductor", "aot_eager")
+INNER = ("inductor", "aot_eager", "aot_eager_decomp")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -49,7 +49,8 @@ class Config:
 
     ``passes`` maps pass names to ``off``, ``auto`` or ``required``; ``pass_options`` maps
     ``pass name -> {field: value}``; ``kernels`` is an order of preference (empty: automatic);
-    ``inner`` is the compiler behind fusion; ``numerics`` says whether a kernel may round once
+    ``inner`` is the compiler behind fusion (``aot_eager_decomp``: ``aot_eager`` with Inductor's
+    decompositions); ``numerics`` says whether a kernel may round once
     where the graph rounds twice; ``aiter`` switches AITER (None: by ``FUSION_AITER``, then
     on where found and supported); ``kv_layout`` names the cache layout when the graph cannot
     show it (``"shuffle"`` closes AITER's gate; None: by ``FUSION_KV_LAYOUT``);
@@ -141,7 +142,9 @@ def _norm(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _pass_option(name: str, value: Any, option_fields: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+def _pass_option(
+    name: str, value: Any, option_fields: tuple[str, ...]
+) -> tuple[str, dict[str, Any]]:
     if isinstance(value, Mapping):
         rest = dict(value)
         mode = rest.pop("mode", "auto")

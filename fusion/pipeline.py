@@ -210,6 +210,10 @@ class PassManager:
         )
         return built + self.not_built
 
+    def share_validations(self, cache: dict[Any, Any], lock: threading.RLock) -> None:
+        """Use a cache of validations (and its lock) together with other managers."""
+        self._validations, self._lock = cache, lock
+
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Inductor's hook. Raises :class:`FusionRequiredError` and nothing else."""
         training = compat.looks_like_training(graph) if is_inference is None else not is_inference
@@ -260,7 +264,8 @@ class PassManager:
             if changed := before.changed():
                 interface.check(graph, before)
                 if not context.rewrite:
-                    raise RuntimeError(f"pass {p.name} changed a graph although it is {mode}")
+                    why = "of training" if training else f"although it is {mode}"
+                    raise RuntimeError(f"pass {p.name} changed a graph {why}")
         except Exception as error:
             log.debug("pass %s failed", p.name, exc_info=True)
             sites = [self._failed(p.name, error, before)]

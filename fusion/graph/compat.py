@@ -7,6 +7,7 @@ import of it stands inside a function.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,65 @@ def is_graph_pass(value: object) -> bool:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     return isinstance(value, CustomGraphPass)
+
+
+class PassChain:
+    """Several custom graph passes in a row, as one.
+
+    Inductor holds one pass in each hook (a list of them only in recent versions), so whoever
+    installs a pass must keep what is there. ``uuid`` is None, which turns caching off, where a
+    member has none: its effect cannot be told apart.
+    """
+
+    def __init__(self, *passes: Any) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Run every member on the graph."""
+        from torch._inductor import custom_graph_pass as inductor
+
+        aware = getattr(inductor, "CustomInferenceAwareGraphPass", ())
+        for member in self.passes:
+            if is_inference is not None and isinstance(member, aware):
+                member(graph, is_inference)
+            else:
+                member(graph)
+
+    def uuid(self) -> object | None:
+        """The members' keys together, or None."""
+        keys = [m.uuid() if is_graph_pass(m) else None for m in self.passes]
+        return None if any(k is None for k in keys) else tuple(keys)
+
+
+def chain(existing: Any, new: Any) -> Any:
+    """``new`` after everything that is installed already (None, a pass, or several).
+
+    Members of ``new``'s own class that are there already are replaced by it, since two fusion
+    pipelines in one hook would report every site twice.
+    """
+    members: list[Any] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        elif isinstance(value, PassChain):
+            add(value.passes)
+        elif value is not None and not isinstance(value, type(new)):
+            members.append(value)
+
+    add(existing)
+    if not members:
+        return new
+    register_graph_pass(PassChain)
+    return PassChain(*members, new)
+
+
+def compile_context() -> Any | None:
+    """Dynamo's current ``CompileContext`` (it carries ``compile_id`` and ``attempt``), or None."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get()
 
 
 def fake_mode_of(graph: Graph) -> Any | None:
@@ -65,4 +125,51 @@ def looks_like_training(graph: Graph) -> bool:
     """
     return any(
         n.op == "placeholder" and n.name.startswith(("primals_", "tangents_")) for n in graph.nodes
+    )
+
+
+def inductor_cache_dir() -> str:
+    """The folder of Inductor's compile cache (created where it is missing)."""
+    from torch._inductor.runtime import runtime_utils
+
+    return str(vars(runtime_utils)["cache_dir"]())
+
+
+def inductor_patches(mode: str | None, patches: dict[str, Any]) -> dict[str, Any]:
+    """What ``torch.compile(mode=..., options=...)`` would patch into Inductor's config.
+
+    Uses the class that ``torch.compile`` itself uses, so that names, types and modes are
+    checked and meant as there. Raises ``RuntimeError`` as it does.
+    """
+    make: Any = vars(torch)["_TorchCompileInductorWrapper"]
+    return dict(make(mode, patches, None).config)
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """Inductor's decomposition table."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one list of arguments, which it empties (AOTAutograd's convention)."""
+
+    def call(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a JSON text into torch's structured trace (``TORCH_TRACE``); free when it is off."""
+    import torch._logging as torch_logging
+
+    vars(torch_logging)["trace_structured"](
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
     )

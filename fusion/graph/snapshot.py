@@ -45,7 +45,7 @@ class Snapshot:
             a is not b
             or a.target is not t
             or not _same(a.args, args)
-            or not _same(a.kwargs, kwargs)
+            or not _same(dict(a.kwargs), kwargs)
             for a, (b, _, _, t, args, kwargs, _, _) in zip(now, self._nodes, strict=True)
         )
 

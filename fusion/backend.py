@@ -1,0 +1,242 @@
+"""``torch.compile(model, backend="fusion", mode=..., options=...)``.
+
+The Dynamo graph goes to Inductor with the pipeline as one more custom pass (behind those that
+are installed already), or through AOTAutograd alone (``inner="aot_eager"``), which is what tests
+and ``fusion.verify`` compare bit by bit. Private names of torch used here
+(``compile_fx``, ``aot_autograd``, and those in :mod:`fusion.graph.compat`) were run with
+torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from fusion import store
+from fusion.build import describe_config, describe_target, make_config, make_manager, versions
+from fusion.config import Config, ConfigError
+from fusion.graph import compat
+from fusion.pipeline import FusionRequiredError, PassManager
+from fusion.reason import Reason
+from fusion.registry import REGISTRY, Entry
+from fusion.report import GraphReport, Report
+from fusion.target import Target
+
+log = logging.getLogger("fusion")
+HOOK = "post_grad_custom_pre_pass"
+Compiled = Callable[..., Any]
+
+
+def fusion(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | Config | None = None,
+) -> Compiled:
+    """Compile a Dynamo graph; this is the entry point of the group ``torch_dynamo_backends``.
+
+    ``mode`` means what it means for Inductor. Raises :class:`~fusion.config.ConfigError` for
+    unknown options and :class:`~fusion.pipeline.FusionRequiredError` where a required pass left
+    a site unfused; anything else that goes wrong inside fusion is a reason in the report.
+    """
+    config = make_config(options)
+    target = Target.current()
+    entry = REGISTRY.begin(compat.compile_context(), Report(), example_inputs)
+    manager = make_manager(config, target, collector=entry.graphs.append)
+    entry.header = header(manager)
+    started = time.perf_counter()
+    try:
+        if config.inner == "inductor":
+            compiled = _inductor(gm, example_inputs, config, mode, manager, entry)
+        else:
+            _patches(mode, config)  # an unknown mode is an error here too
+            manager.phase = config.inner
+            compiled = _aot_eager(gm, example_inputs, manager)
+    except Exception as error:
+        ours = _own_error(error)
+        if ours is None:
+            raise
+        raise ours from None
+    entry.seconds = time.perf_counter() - started
+    REGISTRY.commit(entry)
+    _trace(entry)
+    return compiled
+
+
+def header(manager: PassManager) -> Report:
+    """A report of a pipeline that has not seen a graph yet."""
+    return Report(
+        (),
+        manager.statuses(),
+        describe_target(manager.target),
+        versions(),
+        describe_config(manager.config),
+    )
+
+
+def inductor_passes(
+    config: Mapping[str, Any] | Config | None = None, *, existing: Any = None
+) -> dict[str, Any]:
+    """Inductor config patches that add the pipeline to somebody else's compile.
+
+    Use them with ``torch.compile(model, options=fusion.inductor_passes(config))`` or
+    ``torch._inductor.config.patch(...)``. The passes that are installed when this is called
+    stay and run first; nothing is set globally. ``existing`` names them where they are not in
+    ``torch._inductor.config`` but in patches of your own. Graphs show up in
+    :func:`fusion.reports` when they are compiled (not on a hit of Inductor's cache: only
+    ``backend="fusion"`` sees those).
+    """
+    from torch._inductor import config as inductor_config
+
+    collected = _Unattended()
+    manager = make_manager(make_config(config), collector=collected)
+    collected.header = header(manager)
+    if existing is None:
+        existing = getattr(inductor_config, HOOK)
+    patches = dict(manager.config.inductor)
+    patches[HOOK] = compat.chain(patches.get(HOOK, existing), manager.for_inductor())
+    return patches
+
+
+class _Unattended:
+    """Takes in graphs of compiles that fusion does not drive itself."""
+
+    def __init__(self) -> None:
+        self.header = Report()
+        self._lock = threading.Lock()
+        self._last: tuple[Any, int, Entry] | None = None
+
+    def __call__(self, graph: GraphReport) -> None:
+        """List the graph; nested graphs of one compile share an entry."""
+        context = compat.compile_context()
+        attempt = getattr(context, "attempt", 0)
+        with self._lock:
+            last = self._last
+            if last is not None and context is not None and last[:2] == (context, attempt):
+                last[2].graphs.append(graph)
+                return
+            entry = REGISTRY.begin(context, self.header, ())
+            entry.graphs.append(graph)
+            self._last = (context, attempt, entry)
+            REGISTRY.commit(entry)
+
+
+def _inductor(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    config: Config,
+    mode: str | None,
+    manager: PassManager,
+    entry: Entry,
+) -> Compiled:
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = _patches(mode, config)
+    existing = patches.get(HOOK, getattr(inductor_config, HOOK))
+    salt = (manager.uuid(), mode, sorted((k, repr(v)) for k, v in patches.items() if k != HOOK))
+    key = store.Key(gm, inputs, *salt)
+    patches[HOOK] = compat.chain(existing, manager.for_inductor())
+    compile_graph: Any = compile_fx
+    compiled: Compiled = compile_graph(gm, list(inputs), config_patches=patches)
+    if entry.graphs:
+        store.save(key, entry.graphs)
+    else:
+        entry.cached = True
+        entry.graphs.extend(_from_store(key))
+        manager.check_required(s for g in entry.graphs for s in g.sites)
+    return compiled
+
+
+def _from_store(key: store.Key) -> list[GraphReport]:
+    found = store.load(key)
+    if found is not None:
+        return found
+    reason = Reason(
+        "cache.no-report",
+        "the compiled code came from a compile cache, and no report is stored with it",
+    )
+    return [GraphReport("", phase="post_grad", reasons=(reason,))]
+
+
+def _patches(mode: str | None, config: Config) -> dict[str, Any]:
+    """Mode and user patches, checked by the very class that checks them for Inductor."""
+    try:
+        return compat.inductor_patches(mode, dict(config.inductor))
+    except RuntimeError as error:
+        raise ConfigError(f"options['inductor'] or mode: {error}") from error
+
+
+def _aot_eager(gm: GraphModule, inputs: Sequence[Any], manager: PassManager) -> Compiled:
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(
+        fw_compiler=functools.partial(_eager, manager=manager, inference=False),
+        bw_compiler=functools.partial(_eager, manager=None, inference=False),
+        inference_compiler=functools.partial(_eager, manager=manager, inference=True),
+        decompositions=decompositions(manager.config.inner),
+        keep_inference_input_mutations=True,
+    )
+    compiled: Compiled = compiler(gm, list(inputs))
+    return compiled
+
+
+def decompositions(inner: str) -> dict[Any, Any] | None:
+    """The decomposition table: Inductor's own for ``inductor`` and ``aot_eager_decomp``."""
+    if inner == "aot_eager":
+        return None
+    return compat.inductor_decompositions()
+
+
+def _eager(
+    gm: GraphModule, inputs: Sequence[Any], manager: PassManager | None, inference: bool
+) -> Compiled:
+    if manager is not None:
+        for graph in nested_graphs(gm):
+            graph.eliminate_dead_code()
+            manager(graph, inference)
+            if inference:
+                in_place(graph)
+            if graph.owning_module is not None:
+                graph.owning_module.recompile()
+    return compat.boxed(gm.forward)
+
+
+def in_place(graph: Graph) -> None:
+    """Undo functionalisation where it is safe, so that the eager graph clones no cache."""
+    from fusion.graph.surgery import decompose_mutations
+
+    decompose_mutations(graph)
+
+
+def nested_graphs(gm: GraphModule) -> list[Graph]:
+    """The graphs of a module and of the submodules that its higher-order operators call."""
+    return [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+
+
+def _own_error(error: BaseException) -> BaseException | None:
+    """A fusion error out of the wrappers that Inductor puts around what a pass raises."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, (FusionRequiredError, ConfigError)):
+            return current.with_traceback(None)
+        seen.add(id(current))
+        inner = getattr(current, "inner_exception", None)
+        current = inner or current.__cause__ or current.__context__
+    return None
+
+
+def _trace(entry: Entry) -> None:
+    """The report as an artefact of torch's structured trace, where ``tlparse`` shows it."""
+    try:
+        compat.trace_artifact("fusion_report", lambda: entry.report().to_json())
+    except Exception:
+        log.debug("the report could not be traced", exc_info=True)

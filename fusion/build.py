@@ -1,0 +1,96 @@
+"""Put a pipeline together for a configuration: options checked, passes built, kernels counted."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from fusion import selection
+from fusion.config import Config
+from fusion.discovery import build_passes, pass_names
+from fusion.pipeline import Collector, FusionRequiredError, Observer, PassManager
+from fusion.target import Target
+
+_lock = threading.RLock()
+_validations: dict[tuple[Config, Target], dict[Any, Any]] = {}
+
+
+def make_config(options: Mapping[str, Any] | Config | None) -> Config:
+    """Check options (:class:`~fusion.config.ConfigError` names the valid ones)."""
+    if isinstance(options, Config):
+        return options
+    return Config.from_options(options, pass_names())
+
+
+def make_manager(
+    config: Config,
+    target: Target | None = None,
+    *,
+    phase: str = "post_grad",
+    collector: Collector | None = None,
+    observer: Observer | None = None,
+) -> PassManager:
+    """A pipeline for one configuration. Managers of equal configurations share validations.
+
+    Raises :class:`FusionRequiredError` where a required pass could not be built.
+    """
+    target = target or Target.current()
+    passes, not_built, origins = build_passes(config, target)
+    lost = [s for s in not_built if config.mode(s.name) == "required"]
+    if lost:
+        lines = [f"{s.name} is required, but was not built:" for s in lost]
+        lines += [f"  {r} ({r.remedy})" for s in lost for r in s.reasons]
+        raise FusionRequiredError("\n".join(lines))
+    manager = PassManager(
+        passes,
+        config,
+        target,
+        observer=observer,
+        collector=collector,
+        not_built=not_built,
+        origins=origins,
+        fingerprint=functools.partial(kernel_fingerprint, target),
+        phase=phase,
+    )
+    with _lock:
+        manager.share_validations(_validations.setdefault((config, target), {}), _lock)
+    return manager
+
+
+def kernel_fingerprint(target: Target) -> object:
+    """Which kernels there are and which backends are broken, for the compile-cache key."""
+    found = [(k.op, k.name, k.backend, repr(k.requires)) for k in selection.kernels()]
+    lost = [(name, reason.message) for name, reason in selection.broken_backends()]
+    return (found, lost, target.versions)
+
+
+def versions() -> dict[str, str | None]:
+    """The versions that a report carries (None: not installed)."""
+    from fusion import __version__
+
+    here = Target.current()
+    found = {name: here.version_text(name) for name in ("torch", "triton", "aiter", "transformers")}
+    return {"fusion": __version__, **found}
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """The target as a report carries it."""
+    return {
+        "vendor": target.vendor,
+        "arch": target.arch,
+        "origin": target.origin,
+        "versions": dict(target.versions),
+    }
+
+
+def describe_config(config: Config) -> dict[str, Any]:
+    """The configuration as a report carries it."""
+    return {
+        "passes": dict(config.passes),
+        "kernels": list(config.kernels),
+        "inner": config.inner,
+        "validate": config.validate,
+        "numerics": config.numerics,
+    }

@@ -1,0 +1,156 @@
+"""Which passes there are: the built-in ones, and plug-ins of the entry-point group.
+
+A module of ``fusion.passes`` that defines ``PASS`` (a frozen dataclass, see
+:class:`fusion.pipeline.Pass`) brings a built-in pass; an entry point of the group
+``fusion.passes`` names such a class. A plug-in that cannot be loaded is a reason in the report;
+two owners of one name are an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.config import Config, ConfigError
+from fusion.pipeline import Pass
+from fusion.reason import Reason
+from fusion.report import PassStatus
+from fusion.target import Target
+
+ENTRY_POINT_GROUP = "fusion.passes"
+_BUILTIN_PACKAGE = "fusion.passes"
+
+
+class DuplicatePassError(RuntimeError):
+    """Two packages offer a pass of the same name; the message names both."""
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """A known pass: its class, where it came from, and the names of its options."""
+
+    name: str
+    cls: type[Any]
+    origin: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the dataclass fields."""
+        if not dataclasses.is_dataclass(self.cls):
+            return ()
+        return tuple(f.name for f in dataclasses.fields(self.cls))
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """Passes in pipeline order, and those that could not be loaded."""
+
+    passes: tuple[PassInfo, ...]
+    broken: tuple[PassStatus, ...]
+
+
+@functools.lru_cache(maxsize=1)
+def discover() -> Discovered:
+    """Find every pass, once a process. Raises :class:`DuplicatePassError`."""
+    found: dict[str, PassInfo] = {}
+    broken: list[PassStatus] = []
+    for label, origin, load in (*_builtin(), *_plugins()):
+        try:
+            cls = load()
+            if cls is None:
+                continue
+            info = PassInfo(_name_of(cls), cls, origin)
+        except (Exception, SystemExit) as error:
+            text = f"{origin}: {type(error).__name__}: {error}"
+            reason = Reason("plugin.broken", f"pass {label} could not be loaded from {text}")
+            broken.append(PassStatus(label, "not-built", (reason,), origin=origin))
+            continue
+        other = found.setdefault(info.name, info)
+        if other.cls is not info.cls:
+            raise DuplicatePassError(
+                f"a pass named {info.name!r} is offered by both {other.origin} and {origin}"
+            )
+    ordered = sorted(found.values(), key=lambda i: (getattr(i.cls, "order", 100), i.name))
+    return Discovered(tuple(ordered), tuple(broken))
+
+
+def _builtin() -> Iterator[tuple[str, str, Any]]:
+    package = importlib.import_module(_BUILTIN_PACKAGE)
+    for module in pkgutil.iter_modules(package.__path__):
+        name = f"{_BUILTIN_PACKAGE}.{module.name}"
+
+        def load(name: str = name) -> Any:
+            return getattr(importlib.import_module(name), "PASS", None)
+
+        yield module.name, f"fusion ({name})", load
+
+
+def _plugins() -> Iterator[tuple[str, str, Any]]:
+    entries: Iterable[importlib.metadata.EntryPoint] = importlib.metadata.entry_points(
+        group=ENTRY_POINT_GROUP
+    )
+    for entry in entries:
+        owner = entry.dist.name if entry.dist is not None else "an unknown package"
+        yield entry.name, f"{owner} ({entry.value})", entry.load
+
+
+def _name_of(cls: Any) -> str:
+    name = getattr(cls, "name", None)
+    if not isinstance(cls, type) or not isinstance(name, str) or not hasattr(cls, "run"):
+        raise TypeError(f"{cls!r} is not a pass class: it needs a `name` and a `run` method")
+    return name
+
+
+def pass_names() -> dict[str, tuple[str, ...]]:
+    """Known pass names with their option fields, as :meth:`Config.from_options` wants them.
+
+    Passes that are known but broken count as known (they have no options).
+    """
+    found = discover()
+    names: dict[str, tuple[str, ...]] = {s.name: () for s in found.broken}
+    names.update({p.name: p.options for p in found.passes})
+    return names
+
+
+def build_passes(
+    config: Config, target: Target
+) -> tuple[tuple[Pass, ...], tuple[PassStatus, ...], dict[str, str]]:
+    """Instances with the configured options, those not built, and where each came from.
+
+    Raises :class:`ConfigError` where a pass does not take an option's value.
+    """
+    found = discover()
+    built: list[Pass] = []
+    not_built = list(found.broken)
+    origins: dict[str, str] = {}
+    for info in found.passes:
+        options = dict(dict(config.pass_options).get(info.name, ()))
+        try:
+            instance = info.cls(**options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"options of pass {info.name}: {error}") from error
+        reasons = _unavailable(instance, config, target)
+        mode = config.mode(info.name)
+        if reasons:
+            status = PassStatus(info.name, "not-built", reasons, mode, info.origin, options)
+            not_built.append(status)
+            continue
+        origins[info.name] = info.origin
+        built.append(instance)
+    return tuple(built), tuple(not_built), origins
+
+
+def _unavailable(instance: Any, config: Config, target: Target) -> tuple[Reason, ...]:
+    ask = getattr(instance, "unavailable", None)
+    if ask is None:
+        return ()
+    try:
+        return tuple(ask(config, target))
+    except Exception as error:
+        return (Reason("internal.error", f"{type(error).__name__}: {error}"),)
