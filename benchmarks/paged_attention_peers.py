@@ -6,7 +6,7 @@ are captured and timed alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -85,41 +85,45 @@ def paged_read(
 
 
 def gather_sdpa(
-    query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, scale: float
-) -> Callable[[], torch.Tensor]:
+    query: torch.Tensor, cache: torch.Tensor, tables: Sequence[torch.Tensor], scale: float
+) -> list[Callable[[], torch.Tensor]]:
     """Copy the pages into a dense cache, then torch's SDPA with the group folded into the rows.
 
-    query [B, S, Hq, D], cache packed [blocks, Hk, page, 2D], table [B, W]. Folding (possible only
-    without a causal mask) is the strongest form: K and V are not repeated for each query head.
-    The row numbers of the gather are prepared beforehand and not timed.
+    query [B, S, Hq, D], cache packed [blocks, Hk, page, 2D], tables [B, W] each. Folding (possible
+    only without a causal mask) is the strongest form: K and V are not repeated for each query
+    head. The row numbers of the gather are prepared beforehand and not timed.
     """
     batch, rows, q_heads, dim = query.shape
     _, heads, page, _ = cache.shape
     flat = cache.view(-1, 2 * dim)
     head = torch.arange(heads, device=cache.device)[None, :, None, None]
     offset = torch.arange(page, device=cache.device)
-    index = ((table.long()[:, None, :, None] * heads + head) * page + offset).flatten()
     group = q_heads // heads
     folded = query.view(batch, rows, heads, group, dim).permute(0, 2, 1, 3, 4)
 
-    def run() -> torch.Tensor:
-        dense = flat.index_select(0, index).view(batch, heads, -1, 2 * dim)
-        q = folded.reshape(batch, heads, rows * group, dim)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, dense[..., :dim], dense[..., dim:], scale=scale
-        )
-        return out.view(batch, heads, rows, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    def runner(table: torch.Tensor) -> Callable[[], torch.Tensor]:
+        index = ((table.long()[:, None, :, None] * heads + head) * page + offset).flatten()
 
-    return run
+        def run() -> torch.Tensor:
+            dense = flat.index_select(0, index).view(batch, heads, -1, 2 * dim)
+            q = folded.reshape(batch, heads, rows * group, dim)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, dense[..., :dim], dense[..., dim:], scale=scale
+            )
+            return out.view(batch, heads, rows, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+        return run
+
+    return [runner(table) for table in tables]
 
 
 _HANDLES: list[object] = []
 
 
 def cudnn_paged(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor],
     lens: torch.Tensor, max_len: int, scale: float,
-) -> Callable[[], torch.Tensor]:  # fmt: skip
+) -> list[Callable[[], torch.Tensor]]:  # fmt: skip
     """cuDNN's paged SDPA through its frontend package, rows of a group folded by hand.
 
     query [B, S, Hq, D]; key, value NHD views; raises whatever the frontend raises where it is
@@ -131,16 +135,16 @@ def cudnn_paged(
         _HANDLES.append(cudnn.create_handle())
     handle = _HANDLES[0]
     batch, rows, q_heads, dim = query.shape
-    heads, page = key.shape[2], key.shape[1]
+    heads = key.shape[2]
     group = q_heads // heads
     q = query.view(batch, rows, heads, group, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, heads, rows * group, dim).contiguous()
     out = torch.empty_like(q)
     k, v = key.transpose(1, 2), value.transpose(1, 2)
-    pages = table.view(batch, 1, table.shape[1], 1)
+    all_pages = [table.view(batch, 1, table.shape[1], 1) for table in tables]
+    pages = all_pages[0]
     len_q = torch.full((batch, 1, 1, 1), rows * group, dtype=torch.int32, device=query.device)
     len_kv = lens.view(batch, 1, 1, 1)
-    del page
 
     graph = cudnn.pygraph(
         io_data_type=cudnn.data_type.BFLOAT16,
@@ -164,11 +168,16 @@ def cudnn_paged(
     graph.check_support()
     graph.build_plans()
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
-    pack = {t_q: q, t_k: k, t_v: v, t_pk: pages, t_pv: pages, t_lq: len_q, t_lkv: len_kv, t_o: out}
+    fixed = {t_q: q, t_k: k, t_v: v, t_lq: len_q, t_lkv: len_kv, t_o: out}
 
-    def run() -> torch.Tensor:
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.execute(pack, workspace, handle=handle)
-        return out.view(batch, heads, rows, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    def runner(pages: torch.Tensor) -> Callable[[], torch.Tensor]:
+        pack = {**fixed, t_pk: pages, t_pv: pages}
 
-    return run
+        def run() -> torch.Tensor:
+            cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+            graph.execute(pack, workspace, handle=handle)
+            return out.view(batch, heads, rows, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+        return run
+
+    return [runner(pages) for pages in all_pages]

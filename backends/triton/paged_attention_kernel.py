@@ -80,7 +80,7 @@ def _offsets(
 
 @triton.jit
 def _attend(
-    q, acc, m, l, pages, n0, lo, hi, q_pos, k_ptr, v_ptr,
+    q, acc, m, den, pages, n0, lo, hi, q_pos, k_ptr, v_ptr,
     k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap, window_left, window_right,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -89,7 +89,7 @@ def _attend(
 ):  # fmt: skip
     """One tile of keys: scores, running softmax, weighted values.
 
-    q [M, BLOCK_D], acc [M, BLOCK_DV] f32, m (running maximum of base-2 scores) and l (running
+    q [M, BLOCK_D], acc [M, BLOCK_DV] f32, m (running maximum of base-2 scores) and den (running
     sum) [M] f32. MASKED tiles load nothing outside ``lo <= n < hi``: V too, since a zero
     probability times a NaN of a page tail would still be NaN.
     """
@@ -142,7 +142,7 @@ def _attend(
             m_new = tl.maximum(m, tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    den = den * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
 
     v_rows = _offsets(pages, n0, v_sb, v_st, PAGE, BLOCK_N, ONE, X)
@@ -154,7 +154,7 @@ def _attend(
     else:
         v = tl.load(v_at)
     acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc, input_precision=PRECISION)
-    return acc, m_new, l
+    return acc, m_new, den
 
 
 @triton.jit(do_not_specialize=[
@@ -251,8 +251,8 @@ def paged_attention_kernel(
     if K_SCALE:
         qk_scale = qk_scale * tl.load(k_scale_ptr).to(tl.float32)
     d = tl.arange(0, BLOCK_D)
-    q_at = q_ptr + (start + token).to(tl.int64)[:, None] * q_st + q_head[:, None] * q_sh + d[None, :]
-    q = tl.load(q_at, mask=row_ok[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    q_row = (start + token).to(tl.int64) * q_st + q_head * q_sh
+    q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
     if K_SCALE:
         # The sign of the scale goes into q (exact), so that scaling keeps the order of the scores;
         # the host did so for ``scale``. Arithmetic on q makes it a register operand of the matrix
@@ -267,20 +267,20 @@ def paged_attention_kernel(
     k_base = k_ptr + head.to(tl.int64) * k_sh
     v_base = v_ptr + head.to(tl.int64) * v_sh
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
+    den = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # noqa: SIM102 - one is known when compiling, the other is not
         if split == 0:  # the sink enters the denominator once
             sink = tl.load(sinks_ptr + q_head, mask=row_ok, other=0.0).to(tl.float32)
             m = sink * LOG2E
-            l += 1.0
+            den += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     if LEFT:
         for n0 in tl.range(begin, full_begin, BLOCK_N, num_stages=1):
             here = pages
             pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-            acc, m, l = _attend(
-                q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+            acc, m, den = _attend(
+                q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
                 k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
                 window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
                 BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
@@ -288,8 +288,8 @@ def paged_attention_kernel(
     for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
         here = pages
         pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-        acc, m, l = _attend(
-            q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+        acc, m, den = _attend(
+            q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
             k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
             window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
             BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
@@ -297,17 +297,17 @@ def paged_attention_kernel(
     for n0 in tl.range(full_end, end, BLOCK_N, num_stages=1):
         here = pages
         pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-        acc, m, l = _attend(
-            q, acc, m, l, here, n0, lo, end, q_pos, k_base, v_base,
+        acc, m, den = _attend(
+            q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
             k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
             window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
             BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
         )  # fmt: skip
 
-    # l == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
-    norm = 1.0 / l
+    # den == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
+    empty = den == 0.0
+    den = tl.where(empty, 1.0, den)
+    norm = 1.0 / den
     if V_SCALE:
         norm = norm * tl.load(v_scale_ptr).to(tl.float32)
     out = acc * norm[:, None]
@@ -316,7 +316,7 @@ def paged_attention_kernel(
     keep = row_ok[:, None] & (dv < DV)[None, :]
     if SPLIT:
         row = row * num_splits + split
-        lse = tl.where(empty, NEG_INF, m + tl.log2(l))
+        lse = tl.where(empty, NEG_INF, m + tl.log2(den))
         tl.store(lse_ptr + row, lse, mask=row_ok)
     tl.store(out_ptr + row[:, None] * DV + dv[None, :], out, mask=keep)
 

@@ -2,8 +2,8 @@
 
 The rule looks only at what the host knows (head counts and sizes, dtypes, page size, the maxima
 of query and key length, the chip), so a captured graph stays right for any lengths and tables
-that the device holds at replay. The numbers were measured on an H200; ``docs/performance-attention.md``
-has the table.
+that the device holds at replay. The numbers were measured on an H200: the table is in
+``docs/performance-attention.md``.
 """
 
 from __future__ import annotations
