@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -42,3 +43,9 @@ def sources_of(cls: type) -> str:
 def environment() -> tuple[tuple[str, str], ...]:
     """The ``FUSION_*`` switches that are set, sorted."""
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("FUSION_")))
+
+
+def digest_of(parts: object) -> str:
+    """A hash over the text of a value; addresses in it (``<function f at 0x..>``) are left out,
+    since they differ between processes that are equal in every other way."""
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "0x", repr(parts)).encode()).hexdigest()

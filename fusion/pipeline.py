@@ -17,7 +17,6 @@ Plug-ins offer passes through the entry-point group ``fusion.passes`` (see
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from fusion.config import Config
-from fusion.fingerprint import environment, package_sources, sources_of
+from fusion.fingerprint import digest_of, environment, package_sources, sources_of
 from fusion.graph import compat
 from fusion.graph.check import Interface
 from fusion.graph.provenance import layer_of, source_of
@@ -305,7 +304,7 @@ class PassManager:
         parts += [(s.name, s.status) for s in self.not_built]
         if self._fingerprint is not None:
             parts.append(self._fingerprint())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def for_inductor(self) -> PassManager:
         """The same object, registered as an Inductor custom graph pass."""
