@@ -13,16 +13,20 @@ from fusion.integrations.transformers.attention import PagedAttentionError, regi
 from fusion.integrations.transformers.cache import PagedInputs, PagedKVCache
 from fusion.integrations.transformers.generation import generate
 from fusion.integrations.transformers.layers import KVLayer, kv_layers
+from fusion.integrations.transformers.packing import PackResult, pack_qkv, unpack_qkv
 
 __all__ = [
     "Append",
     "BlockAllocator",
     "KVLayer",
     "OutOfBlocks",
+    "PackResult",
     "PagedAttentionError",
     "PagedInputs",
     "PagedKVCache",
     "generate",
     "kv_layers",
+    "pack_qkv",
     "register",
+    "unpack_qkv",
 ]
