@@ -22,6 +22,8 @@ from fusion import store
 from fusion.build import describe_config, describe_target, make_config, make_manager, versions
 from fusion.config import Config, ConfigError
 from fusion.graph import compat
+from fusion.graph.capture import nested_graphs
+from fusion.graph.provenance import frames_of
 from fusion.pipeline import FusionRequiredError, PassManager
 from fusion.reason import Reason
 from fusion.registry import REGISTRY, Entry
@@ -49,6 +51,7 @@ def fusion(
     config = make_config(options)
     target = Target.current()
     entry = REGISTRY.begin(compat.compile_context(), Report(), example_inputs)
+    entry.roots = frozenset(f[0] for n in gm.graph.nodes if (f := frames_of(n)))
     manager = make_manager(config, target, collector=entry.graphs.append)
     entry.header = header(manager)
     started = time.perf_counter()
@@ -175,17 +178,13 @@ def _patches(mode: str | None, config: Config) -> dict[str, Any]:
 
 
 def _aot_eager(gm: GraphModule, inputs: Sequence[Any], manager: PassManager) -> Compiled:
-    from torch._dynamo.backends.common import aot_autograd
-
-    compiler = aot_autograd(
-        fw_compiler=functools.partial(_eager, manager=manager, inference=False),
-        bw_compiler=functools.partial(_eager, manager=None, inference=False),
-        inference_compiler=functools.partial(_eager, manager=manager, inference=True),
+    return compat.compile_functional(
+        gm,
+        inputs,
+        inference=functools.partial(_eager, manager=manager, inference=True),
+        forward=functools.partial(_eager, manager=manager, inference=False),
         decompositions=decompositions(manager.config.inner),
-        keep_inference_input_mutations=True,
     )
-    compiled: Compiled = compiler(gm, list(inputs))
-    return compiled
 
 
 def decompositions(inner: str) -> dict[Any, Any] | None:
@@ -196,16 +195,16 @@ def decompositions(inner: str) -> dict[Any, Any] | None:
 
 
 def _eager(
-    gm: GraphModule, inputs: Sequence[Any], manager: PassManager | None, inference: bool
+    gm: GraphModule, inputs: Sequence[Any], manager: PassManager, inference: bool
 ) -> Compiled:
-    if manager is not None:
-        for graph in nested_graphs(gm):
-            graph.eliminate_dead_code()
-            manager(graph, inference)
-            if inference:
-                in_place(graph)
-            if graph.owning_module is not None:
-                graph.owning_module.recompile()
+    del inputs
+    for graph in nested_graphs(gm):
+        graph.eliminate_dead_code()
+        manager(graph, inference)
+        if inference:
+            in_place(graph)
+        if graph.owning_module is not None:
+            graph.owning_module.recompile()
     return compat.boxed(gm.forward)
 
 
@@ -214,11 +213,6 @@ def in_place(graph: Graph) -> None:
     from fusion.graph.surgery import decompose_mutations
 
     decompose_mutations(graph)
-
-
-def nested_graphs(gm: GraphModule) -> list[Graph]:
-    """The graphs of a module and of the submodules that its higher-order operators call."""
-    return [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
 
 
 def _own_error(error: BaseException) -> BaseException | None:

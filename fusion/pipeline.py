@@ -156,6 +156,7 @@ class PassEvent:
     sites: tuple[Site, ...]
     seconds: float
     phase: str
+    name: str = ""
 
 
 Observer = Callable[[PassEvent], None]
@@ -231,7 +232,7 @@ class PassManager:
         sites: list[Site] = []
         size = len(graph.nodes)
         for p in self.passes:
-            sites += self._run_one(p, graph, phase, training, times)
+            sites += self._run_one(p, graph, phase, training, times, name)
         times["total"] = time.perf_counter() - started
         report = GraphReport(name, tuple(sites), False, phase, (), times, (size, len(graph.nodes)))
         if self.collector is not None:
@@ -240,7 +241,7 @@ class PassManager:
         return report
 
     def _run_one(
-        self, p: Pass, graph: Graph, phase: str, training: bool, times: dict[str, float]
+        self, p: Pass, graph: Graph, phase: str, training: bool, times: dict[str, float], name: str
     ) -> list[Site]:
         started = time.perf_counter()
         mode = self.config.mode(p.name)
@@ -272,7 +273,7 @@ class PassManager:
         seconds = time.perf_counter() - started
         times[p.name] = times.get(p.name, 0.0) + seconds
         if self.observer is not None:
-            event = PassEvent(p.name, graph, before, changed, tuple(sites), seconds, phase)
+            event = PassEvent(p.name, graph, before, changed, tuple(sites), seconds, phase, name)
             try:
                 self.observer(event)
             except Exception:

@@ -195,6 +195,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "a write to a mutated buffer was seen but is not a slot write",
         "write with kv_cache_write, index_put or index_copy by slots",
     ),
+    "match.capture": (
+        "the model could not be traced beyond this graph",
+        "see the error; what comes later in the model is not in the report",
+    ),
     "match.causal-not-constant": (
         "causality reaches the attention call as a graph input",
         "pass causal as a Python bool",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,10 @@ from fusion.report import GraphReport, Report, Site
 
 @dataclass
 class Entry:
-    """One compiled graph; ``graphs`` holds what the pipeline said (nested graphs included)."""
+    """One compiled graph; ``graphs`` holds what the pipeline said (nested graphs included).
+
+    ``roots`` are the lines (file, number) of the compiled function that its nodes stem from.
+    """
 
     id: str
     compile_context: Any = None
@@ -30,7 +34,7 @@ class Entry:
     graphs: list[GraphReport] = field(default_factory=list)
     cached: bool = False
     tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list, repr=False)
-    code: tuple[str, int] | None = None
+    roots: frozenset[tuple[str, int]] = frozenset()
     seconds: float = 0.0
 
     def graph(self) -> GraphReport:
@@ -63,6 +67,12 @@ class Entry:
         """Whether any of the tensors is an input of the compiled graph (by identity)."""
         mine = {id(t) for ref in self.tensors if (t := ref()) is not None}
         return any(id(t) in mine for t in tensors)
+
+    def belongs_to(self, code: types.CodeType) -> bool:
+        """Whether the traced lines stand in this function's code (file and line range)."""
+        lines = [line for _, _, line in code.co_lines() if line is not None]
+        first, last = code.co_firstlineno, max(lines, default=code.co_firstlineno)
+        return any(f == code.co_filename and first <= line <= last for f, line in self.roots)
 
 
 class Registry:

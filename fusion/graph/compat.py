@@ -7,11 +7,12 @@ import of it stands inside a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 
 def register_graph_pass(cls: type) -> None:
@@ -173,3 +174,44 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
         metadata_fn=lambda: {"name": name, "encoding": "json"},
         payload_fn=payload,
     )
+
+
+def quiet_dynamo() -> AbstractContextManager[Any]:
+    """Dynamo settings for looking at a model: no recompile limit, errors are not swallowed."""
+    from torch._dynamo import config
+
+    names = vars(config).get("_config", {})
+    wanted: dict[str, Any] = {"suppress_errors": False}
+    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
+        if name in names:
+            wanted[name] = 1 << 16
+    patched: AbstractContextManager[Any] = config.patch(wanted)
+    return patched
+
+
+def compile_functional(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inference: Callable[..., Any],
+    forward: Callable[..., Any],
+    decompositions: dict[Any, Any] | None,
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a Dynamo graph and return what it makes of the compilers' results.
+
+    ``inference`` is given the functional graph of a computation without gradients, ``forward``
+    that of one with gradients; each returns a boxed function. Backward graphs run as they are.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward(fx: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return boxed(fx.forward)
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )(gm, list(inputs))
+    return compiled

@@ -53,6 +53,16 @@ class Snapshot:
         """The names that the graph's nodes had."""
         return {entry[2] for entry in self._nodes}
 
+    def users_of(self, names: set[str]) -> set[str]:
+        """Names of the nodes, outside ``names``, that read a value of ``names``."""
+        found: set[str] = set()
+        for _, _, name, _, args, kwargs, _, _ in self._nodes:
+            read: list[Node] = []
+            map_arg((args, kwargs), read.append)
+            if name not in names and any(n.name in names for n in read):
+                found.add(name)
+        return found
+
     def listing(self) -> dict[str, str]:
         """Name -> text of each node, as it was."""
         found: dict[str, str] = {}
