@@ -151,7 +151,7 @@ def finish(
     """Name the axes: ``rest`` region dimensions are (batch,) heads and dim, ``at`` are slots."""
     region = write.region
     got = tuple(values.meta["val"].shape)
-    if not cv.all_equal(got, expected):
+    if len(got) != len(expected) or not all(map(_fills, got, expected)):
         return Reason(
             "match.value", "the written value is broadcast, or not one row per slot",
             have=str(list(got)), need=str(expected), node=values.name,
@@ -202,6 +202,14 @@ def finish(
         slots = Slots(indices[0], "index", None, batch)
     key = (slots.kind, *(structure(i) for i in indices), str(batch))
     return Rows(write, view, plane, slots, scale, inner, key)
+
+
+def _fills(have: Size, need: Size) -> bool:
+    """Whether a dimension of the values has one entry per entry of the written region.
+
+    A size that is known not to be one cannot be broadcast: then torch itself demands equality.
+    """
+    return cv.equal(have, need) or (not isinstance(need, int) and cv.known(have != 1))
 
 
 def _paged(

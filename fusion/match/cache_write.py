@@ -34,9 +34,11 @@ class ViewedCacheWrite(CacheWrite):
     """A :class:`CacheWrite` some of whose results show only a part of a base.
 
     ``views`` maps such a node to (index into ``bases``, region of the base's storage).
+    ``final`` maps an index into ``bases`` to the one result that later writes start from.
     """
 
     views: Mapping[Node, tuple[int, Region]] = field(repr=False, hash=False, default_factory=dict)
+    final: Mapping[int, Node] = field(repr=False, hash=False, default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -239,12 +241,16 @@ def _join(
     bases = tuple(roots.values())
     results: dict[Node, int] = {}
     views: dict[Node, tuple[int, Region]] = {}
+    final: dict[int, Node] = {}
     replaced: set[Node] = {key.write.node, value.write.node, *key.nodes, *value.nodes}
     for index, base in enumerate(before):
         mine = frozenset({w.index for w in (key.write, value.write) if w.base is base})
         blocked = _blocked(trace, base, mine, anchor)
         if blocked is not None:
             return blocked
+        last = trace.root(base, before[base] | mine)
+        if last is not None:
+            final[index] = last
         level = _Level(trace, base, before[base], mine)
         for node, region in level.values():
             if region.same(trace.whole(base)):
@@ -275,6 +281,7 @@ def _join(
         nodes=frozenset(replaced),
         anchor=anchor,
         views=views,
+        final=final,
     )
 
 

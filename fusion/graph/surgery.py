@@ -1,0 +1,583 @@
+"""Put one call of a canonical operation where a chain of nodes was, or leave the graph alone.
+
+:func:`rewrite` is a transaction: it builds operand views, the call (inside
+``auto_functionalized_v2`` for an operation that writes a cache, so that Inductor can update the
+cache in place), moves every later reader to the new values, puts the nodes in order, verifies,
+and only then erases what became dead. Anything that stands in the way raises
+:class:`SurgeryError` with a reason and leaves the graph as it was to the letter.
+
+The nodes that stand for "the cache after this write" keep their identity (they become the
+outputs of the new call), so facts about later writes to the same buffer stay valid.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.graph import functional
+from fusion.graph.compat import fake_mode_of, shape_env_of
+from fusion.graph.emit import EmitError, Emitter, known, latest
+from fusion.graph.inplace import decompose_mutations
+from fusion.graph.operands import PlaneLike, SlotsLike, TableLike, TokenViewLike, WriteLike
+from fusion.graph.sizes import NoSuchSize, Sizes
+from fusion.graph.transaction import Transaction
+from fusion.reason import Reason
+
+__all__ = ["Rewritten", "SurgeryError", "decompose_mutations", "rewrite"]
+
+aten = torch.ops.aten
+
+
+class SurgeryError(Exception):
+    """A rewrite was refused or failed; the graph is as it was. ``reason`` says why."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What a rewrite did: the call, all new nodes, and the names of the erased ones."""
+
+    call: Node
+    nodes: tuple[Node, ...]
+    erased: tuple[str, ...]
+
+
+class _Site:
+    """State that the sites of one graph share."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.sizes = Sizes(graph)
+        self.shared: dict[Any, Node] = {}
+        self.fake_mode = fake_mode_of(graph)
+        self.shape_env = shape_env_of(graph)
+
+
+_SITES: WeakKeyDictionary[Graph, _Site] = WeakKeyDictionary()
+
+
+def rewrite(
+    graph: Graph,
+    op: Any,
+    operands: Mapping[str, Any],
+    *,
+    write: WriteLike | None = None,
+    outputs: Mapping[int, Sequence[TokenViewLike]] | None = None,
+    tokens: TokenViewLike | None = None,
+    anchor: Node | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> Rewritten:
+    """Replace a write and/or some values by one call of ``op``.
+
+    ``operands`` maps every argument name of ``op`` to a fact (token view, rope table, cache
+    plane, slots), a node, a SymInt or a constant; those left out keep the schema's default.
+    ``write`` is the cache write that the call takes over. ``outputs[i]`` are old values, seen
+    as ``[tokens, heads, dim]``, that the call's ``i``-th return replaces. ``tokens`` is the
+    view whose token dimensions rope tables and positions are expanded to (default: the operand
+    called ``key``). New nodes inherit ``anchor``'s provenance (default: the write's).
+
+    Raises :class:`SurgeryError`; then the graph is unchanged. ``watch`` is called with a text
+    before every change, for tests that inject failures.
+    """
+    site = _SITES.get(graph)
+    if site is None:
+        site = _SITES[graph] = _Site(graph)
+    if anchor is None and write is not None:
+        anchor = write.anchor
+    transaction = Transaction(graph, watch)
+    emitter = Emitter(transaction, site.sizes, site.shared, site.fake_mode, anchor)
+    guards = _guards(site.shape_env)
+    try:
+        surgeon = _Surgeon(emitter, op, operands, write, dict(outputs or {}), tokens, anchor)
+        call = surgeon.operate()
+        if _guards(site.shape_env) != guards:
+            raise SurgeryError(Reason("internal.error", "the rewrite would add a guard"))
+        new = tuple(transaction.created)
+        erased = transaction.commit(surgeon.dead())
+        return Rewritten(call, new, erased)
+    except BaseException as error:
+        transaction.rollback()
+        emitter.forget()
+        if isinstance(error, SurgeryError) or not isinstance(error, Exception):
+            raise
+        if isinstance(error, (EmitError, NoSuchSize)):
+            raise SurgeryError(Reason("match.value", str(error))) from error
+        text = f"{type(error).__name__}: {error}"
+        raise SurgeryError(Reason("internal.error", text)) from error
+
+
+def _guards(shape_env: Any) -> int:
+    return len(shape_env.guards) if shape_env is not None else 0
+
+
+class _Surgeon:
+    """One rewrite."""
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        op: Any,
+        operands: Mapping[str, Any],
+        write: WriteLike | None,
+        outputs: dict[int, Sequence[TokenViewLike]],
+        tokens: TokenViewLike | None,
+        anchor: Node | None,
+    ) -> None:
+        self.emit = emitter
+        self.change = emitter.transaction
+        self.graph = emitter.graph
+        self.op = op
+        self.operands = operands
+        self.write = write
+        self.outputs = outputs
+        key = operands.get("key")
+        self.tokens = tokens if tokens is not None else key
+        self.anchor = anchor
+        self._main: dict[int, Node] = {}
+        self.replaced: list[Node] = [v.node for views in outputs.values() for v in views]
+        if write is not None:
+            self.replaced += [*write.results, *getattr(write, "views", {})]
+
+    def dead(self) -> list[Node]:
+        """Where erasing starts."""
+        return [*self.replaced, *(self.write.nodes if self.write is not None else ())]
+
+    def operate(self) -> Node:
+        """Everything up to, and not including, erasing; returns the new call."""
+        sources = self._sources()
+        self._refuse_cycle(sources)
+        values = {name: self._operand(name, given) for name, given in self.operands.items()}
+        inputs = [v for v in values.values() if isinstance(v, Node)]
+        behind = [*inputs, *sources]
+        if self.write is not None:
+            behind += [n for n in (self.write.anchor, *self.write.bases) if n is not None]
+        elif self.anchor is not None and not behind:
+            behind = [self.anchor]
+        before = latest(behind).next
+        while before.op == "placeholder":
+            before = before.next
+        self._refuse_impure(before)
+        call, returns, contents = self._call(values, before)
+        fresh = [call]
+        keep: dict[Node, Node] = {}
+        for index, views in self.outputs.items():
+            got = self._item(call, index, before) if returns != 1 or self._wraps() else call
+            for view in views:
+                new = self._shaped(got, view, before)
+                keep[view.node] = new
+        if self.write is not None:
+            keep |= self._contents(call, returns, contents, before)
+        for old, new in keep.items():
+            if old is not new:
+                self.change.replace_uses(old, new, keep=self._dying)
+        fresh += self.change.created
+        self._order(fresh, before)
+        self._refresh([n for n in keep.values()])
+        self._verify(call, keep)
+        return call
+
+    # Operands
+
+    def _sources(self) -> list[Node]:
+        """Every node that the call reads, before views are made of them."""
+        found: list[Node] = []
+        for given in self.operands.values():
+            if isinstance(given, Node):
+                found.append(given)
+            elif isinstance(given, PlaneLike):
+                found.append(given.base)
+            elif isinstance(given, SlotsLike):
+                if given.kind != "range":
+                    found.append(given.node)
+                if given.offset is not None:
+                    found.append(given.offset)
+            elif isinstance(given, (TokenViewLike, TableLike)):
+                found.append(given.node)
+                if isinstance(given, TableLike) and given.positions is not None:
+                    found.append(given.positions)
+        return found
+
+    def _operand(self, name: str, given: Any) -> Any:
+        if isinstance(given, PlaneLike):
+            return None  # reaches the call as a view of its base
+        if isinstance(given, TokenViewLike):
+            return self.emit.tokens(given)
+        if isinstance(given, TableLike):
+            return self.emit.table(given, self.tokens)
+        if isinstance(given, SlotsLike):
+            assert self.write is not None
+            return self.emit.slots(given, self.write.key_plane)
+        if name == "positions" and isinstance(given, Node) and self.tokens is not None:
+            return self.emit.positions(given, self.tokens)
+        return given
+
+    # The call
+
+    def _wraps(self) -> bool:
+        return self.write is not None
+
+    def _call(
+        self, values: dict[str, Any], before: Node
+    ) -> tuple[Node, int, tuple[torch.Tensor, ...]]:
+        planes = {n: g for n, g in self.operands.items() if isinstance(g, PlaneLike)}
+        kwargs = {n: v for n, v in values.items() if n not in planes}
+        for name, value in kwargs.items():
+            if isinstance(value, torch.SymInt):
+                kwargs[name] = self.emit.size(value, before)
+        kwargs = self._with_defaults(kwargs, planes)
+        returns = self._returns(kwargs, planes)
+        if self.write is None:
+            args, rest = self._positional(kwargs)
+            call = self.emit.call(self.op, args, rest, before=before, value=returns)
+            return call, len(self.op._schema.returns), ()
+        bases = list(self.write.bases)
+        for name, plane in planes.items():
+            kwargs |= self._view_arguments(name, plane, bases, before)
+        kwargs["_all_bases"] = bases
+        contents = tuple(self._like(b) for b in bases)
+        outs = returns if isinstance(returns, tuple) else (returns,)
+        call = self.emit.call(
+            functional.AUTO_FUNCTIONALIZED_V2,
+            (self.op,),
+            kwargs,
+            before=before,
+            value=(*outs, *contents),
+        )
+        return call, functional.returns_count(self.op), contents
+
+    def _with_defaults(self, kwargs: dict[str, Any], planes: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments in schema order, each given explicitly, as torch writes its wrappers."""
+        out: dict[str, Any] = {}
+        known_names = set()
+        for argument in self.op._schema.arguments:
+            known_names.add(argument.name)
+            if argument.name in planes:
+                continue
+            if argument.name in kwargs:
+                out[argument.name] = kwargs[argument.name]
+            elif argument.has_default_value():
+                out[argument.name] = argument.default_value
+            else:
+                raise EmitError(f"{self.op} needs {argument.name}")
+        unknown = set(kwargs) - known_names
+        if unknown:
+            raise EmitError(f"{self.op} has no argument {', '.join(sorted(unknown))}")
+        return out
+
+    def _positional(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, rest = [], {}
+        for argument in self.op._schema.arguments:
+            if argument.kwarg_only:
+                rest[argument.name] = kwargs[argument.name]
+            else:
+                args.append(kwargs[argument.name])
+        return tuple(args), rest
+
+    def _returns(self, kwargs: dict[str, Any], planes: Mapping[str, PlaneLike]) -> Any:
+        """Metadata of the returns: the op's own fake implementation, on caches of that shape."""
+        given = dict(kwargs)
+        with self.emit.fake(), torch.no_grad():
+            for name, plane in planes.items():
+                device = plane.base.meta["val"].device
+                given[name] = torch.empty_strided(
+                    _plain(plane.size), _plain(plane.stride), dtype=plane.dtype, device=device
+                )
+        if not any(a.alias_info is not None for a in self.op._schema.arguments) or planes:
+            return self.emit.evaluate(self.op, (), given)
+        raise EmitError(f"{self.op} writes an argument that is not a cache")
+
+    def _view_arguments(
+        self, name: str, plane: PlaneLike, bases: list[Node], before: Node
+    ) -> dict[str, Any]:
+        base = plane.base.meta["val"]
+        if base.dtype != plane.dtype:
+            raise SurgeryError(
+                Reason(
+                    "match.cache-view",
+                    "the cache is written as another dtype than its buffer has",
+                    have=str(base.dtype), need=str(plane.dtype), node=plane.base.name,
+                )
+            )  # fmt: skip
+        view: dict[str, Any] = {f"_{name}_base_index": bases.index(plane.base)}
+        same = _all_equal(plane.size, base.shape) and _all_equal(plane.stride, base.stride())
+        if same and known(plane.storage_offset == base.storage_offset()):
+            return view
+        view[f"_{name}_size"] = tuple(self.emit.size(s, before) for s in plane.size)
+        view[f"_{name}_stride"] = tuple(self.emit.size(s, before) for s in plane.stride)
+        view[f"_{name}_storage_offset"] = self.emit.size(plane.storage_offset, before)
+        return view
+
+    def _like(self, base: Node) -> torch.Tensor:
+        """Metadata of a new content: same geometry, a storage of its own."""
+        value = base.meta["val"]
+        with self.emit.fake(), torch.no_grad():
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+
+    def _item(self, call: Node, index: int, before: Node) -> Node:
+        value = call.meta["val"][index]
+        return self.emit.call(operator.getitem, (call, index), before=before, value=value)
+
+    # Results
+
+    def _shaped(self, got: Node, view: TokenViewLike, before: Node) -> Node:
+        """A return in the shape, dtype and strides of the value that it replaces."""
+        new = self.emit.untoken(got, view, before)
+        old, value = view.node.meta["val"], new.meta["val"]
+        if old.dtype != value.dtype or not _all_equal(old.shape, value.shape):
+            raise SurgeryError(
+                Reason(
+                    "internal.error", "the result does not look like the value it replaces",
+                    have=f"{value.dtype}{list(value.shape)}",
+                    need=f"{old.dtype}{list(old.shape)}", node=view.node.name,
+                )
+            )  # fmt: skip
+        if not _same_strides(old, value):
+            new = self._restride(new, old, before)
+        return new
+
+    def _restride(self, node: Node, old: torch.Tensor, before: Node) -> Node:
+        """A copy with the old value's strides: a ``view`` or an output may count on them."""
+        strides = [s if isinstance(s, int) else None for s in old.stride()]
+        if all(s is not None for s in strides):
+            order = sorted(range(old.dim()), key=lambda d: (-strides[d], d))
+        else:
+            order = list(range(old.dim()))
+        if order != list(range(old.dim())):
+            node = self.emit.call(aten.permute.default, (node, order), before=before)
+        options = {"memory_format": torch.contiguous_format}
+        node = self.emit.call(aten.clone.default, (node,), options, before=before)
+        if order != list(range(old.dim())):
+            inverse = [order.index(d) for d in range(old.dim())]
+            node = self.emit.call(aten.permute.default, (node, inverse), before=before)
+        return node
+
+    def _contents(
+        self, call: Node, returns: int, contents: tuple[torch.Tensor, ...], before: Node
+    ) -> dict[Node, Node]:
+        """Old results -> new ones. The last full content of each base becomes the output itself."""
+        write = self.write
+        assert write is not None
+        keep: dict[Node, Node] = {}
+        main = {index: node for node, index in write.results.items()}
+        main.update(getattr(write, "final", {}))
+        for index, node in main.items():
+            self.change.set_call(node, operator.getitem, (call, returns + index), "getitem")
+            self.change.set_meta(node, {**node.meta, "val": contents[index]})
+            keep[node] = node
+        for node, index in write.results.items():
+            if node is not main[index]:
+                keep[node] = main[index]
+        for node, (index, region) in getattr(write, "views", {}).items():
+            keep[node] = self._strided(main, index, region, call, returns, before, contents)
+        self._main = main
+        return keep
+
+    def _strided(
+        self,
+        main: dict[int, Node],
+        index: int,
+        region: Any,
+        call: Node,
+        returns: int,
+        before: Node,
+        contents: tuple[torch.Tensor, ...],
+    ) -> Node:
+        """A part of a new content, for readers of a value that showed only that part."""
+        if index not in main:
+            main[index] = self._item(call, returns + index, before)
+        size, stride = (
+            [self.emit.size(s, before) for s in part] for part in (region.size, region.stride)
+        )
+        offset = self.emit.size(region.offset, before)
+        # Made behind the content node, which is put in its place by `_order`.
+        with self.emit.fake(), torch.no_grad():
+            value = torch.as_strided(
+                contents[index], _plain(region.size), _plain(region.stride), region.offset
+            )
+        args = (main[index], size, stride, offset)
+        return self.emit.call(aten.as_strided.default, args, before=before, value=value)
+
+    # Order and verification
+
+    @property
+    def _dying(self) -> frozenset[Node]:
+        if self.write is None:
+            return frozenset()
+        return self.write.nodes - set(self._main.values())
+
+    def _refuse_cycle(self, sources: Iterable[Node]) -> None:
+        """No operand may need a value that the call will give."""
+        replaced = set(self.replaced)
+        if not replaced:
+            return
+        first = min(replaced)
+        seen: set[Node] = set()
+        work = list(sources)
+        while work:
+            node = work.pop()
+            if node in seen or node < first:
+                continue
+            seen.add(node)
+            if node in replaced:
+                raise SurgeryError(
+                    Reason(
+                        "safety.cycle",
+                        "an operand of the fused operation depends on its result",
+                        node=node.name,
+                    )
+                )
+            work += node.all_input_nodes
+
+    def _refuse_impure(self, before: Node) -> None:
+        """Nothing with a side effect may stand where values are moved."""
+        if not self.replaced:
+            return
+        node = min(self.replaced)
+        while node is not before and node < before:
+            if node.op == "call_function" and not functional.is_auto_functionalized(node):
+                schema = getattr(node.target, "_schema", None)
+                if schema is not None and schema.is_mutable:
+                    raise SurgeryError(
+                        Reason(
+                            "safety.mutation",
+                            "a buffer is changed in place inside the chain",
+                            have=str(node.target), node=node.name,
+                        )
+                    )  # fmt: skip
+            node = node.next
+
+    def _order(self, fresh: list[Node], before: Node) -> None:
+        """Move what depends on the new values behind them, keeping its order."""
+        call = fresh[0]
+        late: set[Node] = {n for n in fresh if not n < call}
+        late |= set(self._main.values())
+        users = [u for n in late for u in n.users] + list(self._main.values())
+        if not users:
+            return
+        node = min(users)
+        moving: list[Node] = []
+        created = set(self.change.created)
+        while node is not before:
+            if node not in created and (
+                node in late or any(i in late for i in node.all_input_nodes)
+            ):
+                late.add(node)
+                moving.append(node)
+            node = node.next
+        # Outputs of the call first: views of a content were made before it got its place.
+        first = [n for n in moving if n in set(self._main.values())]
+        last = call
+        for node in first:
+            self.change.move(node, last)
+            last = node
+        last = before.prev
+        for node in moving:
+            if node not in first:
+                self.change.move(node, last)
+                last = node
+
+    def _refresh(self, changed: list[Node]) -> None:
+        """Views of exchanged values get metadata of the new storage and strides.
+
+        Passes that look for aliases (Inductor's re-inplacing) go by the storage in metadata.
+        """
+        work = list(changed)
+        created = set(self.change.created)
+        while work:
+            for user in work.pop().users:
+                if user in created or not _is_view(user) or user in self._dying:
+                    continue
+                value = self.emit.evaluate(user.target, user.args, dict(user.kwargs))
+                self.change.set_meta(user, {**user.meta, "val": value})
+                work.append(user)
+
+    def _verify(self, call: Node, keep: dict[Node, Node]) -> None:
+        """What must hold before anything is erased."""
+        dying = self._dying
+        for node in [*self.change.created, *keep.values(), *self._main.values()]:
+            if "val" not in node.meta:
+                raise RuntimeError(f"new node {node.name} has no metadata")
+            for source in node.all_input_nodes:
+                if not source < node:
+                    raise RuntimeError(f"{node.name} stands before its input {source.name}")
+            for user in node.users:
+                if not node < user and user not in dying:
+                    raise RuntimeError(f"{user.name} stands before its input {node.name}")
+        for old, new in keep.items():
+            left = [u for u in old.users if old is not new and u not in dying]
+            if left:
+                raise RuntimeError(f"{left[0].name} still reads {old.name}")
+        if self.write is not None:
+            self._verify_readers(call, self.write)
+
+    def _verify_readers(self, call: Node, write: WriteLike) -> None:
+        """Nobody may read an old content behind the call: it would cost a copy of the cache."""
+        dying = set(self._dying)
+        for base in write.bases:
+            work = [base]
+            while work:
+                node = work.pop()
+                for user in node.users:
+                    if user is call or user in dying or not call < user:
+                        if user is not call and user not in dying and _is_view(user):
+                            work.append(user)
+                        continue
+                    if _copies_to(user, base) or _is_size(user):
+                        continue
+                    if _is_view(user):
+                        work.append(user)
+                        continue
+                    raise SurgeryError(
+                        Reason(
+                            "safety.cache-read-between",
+                            "the content before the write is read after it",
+                            node=user.name,
+                        )
+                    )
+
+
+def _plain(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(s.meta["val"] if isinstance(s, Node) else s for s in sizes)
+
+
+def _all_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal strides, dimensions of size one aside."""
+    return all(
+        known(n == 1) or known(s == t)
+        for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and _is_view(source)
+    if schema is None or schema.is_mutable or not schema.arguments:
+        return False
+    return schema.arguments[0].alias_info is not None
+
+
+def _is_size(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.startswith("aten::sym_")
+
+
+def _copies_to(node: Node, base: Node) -> bool:
+    """Whether the node is the epilogue that stores a new content in its buffer."""
+    return node.target is aten.copy_.default and node.args[0] is base and node.args[1] is not base
