@@ -23,7 +23,7 @@ and, where that is not all there, by the next smaller fusion of the ladder: rope
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Graph, Node
@@ -31,10 +31,10 @@ from torch.fx import Graph, Node
 from fusion.graph.shapes import NoHintError, hint
 from fusion.graph.surgery import SurgeryError
 from fusion.match.cache_write import find_cache_writes
-from fusion.match.facts import CacheWrite, Miss, Rope
-from fusion.match.rope import find_ropes
+from fusion.match.facts import CacheWrite, Miss
+from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
-from fusion.passes.prologue.chain import Chain, find_query, read_chain, with_norms
+from fusion.passes.prologue.chain import Chain, read_chain
 from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
 from fusion.passes.prologue.operation import kernel_call, operation_of
@@ -54,55 +54,28 @@ class QKNormRopeKVCache:
     max_tokens: int | None = None
 
     def run(self, graph: Graph, context: Context) -> list[Site]:
-        """Fuse every prologue that is proved right; one site per cache write and loose rope."""
-        sites: list[Site] = []
+        """Fuse every prologue that is proved right; one site per cache write."""
+        # Read everything before anything is rewritten: facts speak of the graph as it is.
+        finder = RopeFinder(graph)
         taken: set[Node] = set()
+        read: list[tuple[CacheWrite | None, Chain | Miss]] = []
         for found in find_cache_writes(graph):
-            sites.append(self._write_site(graph, found, context, taken))
-        sites += self._loose_sites(graph, context, taken)
-        return sites
-
-    def _write_site(
-        self, graph: Graph, found: CacheWrite | Miss, context: Context, taken: set[Node]
-    ) -> Site:
-        """The site of one cache write."""
-        if isinstance(found, Miss):
-            return describe.missed(context, found)
-        chain = read_chain(graph, found, frozenset(taken))
-        if isinstance(chain, Miss):
-            return describe.missed(context, chain, found)
-        taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
-        return self._fuse(graph, chain, context)
-
-    def _loose_sites(self, graph: Graph, context: Context, taken: set[Node]) -> list[Site]:
-        """Sites of rotated pairs that no slot write consumes (a dynamic cache, no cache)."""
-        sites: list[Site] = []
-        for k_rope in find_ropes(graph, frozenset(taken)):
-            if k_rope.out.node in taken:
+            if isinstance(found, Miss):
+                read.append((None, found))
                 continue
-            taken.add(k_rope.out.node)
-            q_rope = find_query(graph, k_rope, frozenset(taken))
-            if isinstance(q_rope, Miss):
-                continue
-            taken.add(q_rope.out.node)
-            sites.append(self._loose_site(graph, q_rope, k_rope, context))
-        return sites
-
-    def _loose_site(self, graph: Graph, q_rope: Rope, k_rope: Rope, context: Context) -> Site:
-        node = k_rope.out.node
-        miss = Miss(
-            Reason("match.no-cache-write", "no slot write consumes this key", node=node.name),
-            node,
-            depth=4,
-            facts=(k_rope, q_rope),
-        )
-        chain = with_norms(Chain(None, q_rope, k_rope, None, None))
-        if not chain.normed:
-            return describe.missed(context, miss)
-        return self._fuse(graph, replace(chain, misses=(miss, *chain.misses)), context)
+            chain = read_chain(found, finder, frozenset(taken))
+            if isinstance(chain, Chain):
+                taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
+            read.append((found, chain))
+        return [
+            self._fuse(graph, chain, context)
+            if isinstance(chain, Chain)
+            else describe.missed(context, chain, write)
+            for write, chain in read
+        ]
 
     def _fuse(self, graph: Graph, chain: Chain, context: Context) -> Site:
-        """Gate, check and rewrite one chain, falling down the ladder where the norm is in the way."""
+        """Gate, check and rewrite one chain."""
         if not context.rewrite:
             return describe.off(context, chain)
         operation = operation_of(chain, return_key=describe.key_is_read(chain))
@@ -161,3 +134,4 @@ def _why_no_kernel(selection: Selection) -> Sequence[Reason]:
     return reasons
 
 
+PASS = QKNormRopeKVCache

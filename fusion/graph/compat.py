@@ -7,7 +7,8 @@ import of it stands inside a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -215,3 +216,17 @@ def compile_functional(
         keep_inference_input_mutations=True,
     )(gm, list(inputs))
     return compiled
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Run on real CPU tensors although a compiler may be tracing around us.
+
+    Compilers keep fake and proxy modes active while they call passes; under them a comparison of
+    bits would compare nothing. Run on torch 2.11 and 2.13 (``torch._subclasses.fake_tensor``,
+    ``torch.utils._python_dispatch``).
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+        yield

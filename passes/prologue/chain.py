@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from fusion.graph.sources import activation_of
-from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, RopeTable, TokenView
+from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
 from fusion.match.norm import read_norm
-from fusion.match.rope import find_query_ropes, read_rope
+from fusion.match.rope import RopeFinder, read_rope
 from fusion.reason import Reason
 
 NO_NORM = "match.no-norm"
@@ -67,52 +67,39 @@ class Chain:
         return replace(self, q_norm=None, k_norm=None, misses=(*self.misses, miss))
 
 
-def read_chain(graph: Graph, write: CacheWrite, taken: frozenset[Node]) -> Chain | Miss:
+def read_chain(
+    write: CacheWrite, finder: RopeFinder, taken: frozenset[Node] = frozenset()
+) -> Chain | Miss:
     """The prologue that ends in ``write``, or the miss that ended the reading.
 
-    ``taken`` holds rope outputs that belong to other layers already.
+    ``finder`` searches the write's graph for ropes; ``taken`` holds rope outputs that belong to
+    other layers already.
     """
     k_rope = read_rope(write.key)
     if isinstance(k_rope, Miss):
         return replace(k_rope, facts=(*k_rope.facts, write))
-    q_rope = find_query(graph, k_rope, taken)
+    q_rope = find_query(k_rope, finder, taken)
     if isinstance(q_rope, Miss):
         return replace(q_rope, facts=(*q_rope.facts, k_rope, write))
     return with_norms(Chain(write, q_rope, k_rope, None, None))
 
 
-def find_query(graph: Graph, k_rope: Rope, taken: frozenset[Node]) -> Rope | Miss:
-    """The rotated query that belongs to a rotated key.
-
-    All layers may share one cos and sin, so several candidates are the rule: the right one is
-    projected from the same activation. Taking another would still be correct (the operation
-    rotates each on its own), only useless.
-    """
-    found = find_query_ropes(graph, k_rope)
+def find_query(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Rope | Miss:
+    """The rotated query that belongs to a rotated key: the nearest one not yet taken."""
+    found = finder.siblings(k_rope)
     ropes = [r for r in found if isinstance(r, Rope) and r.out.node not in taken]
-    source = activation_of(k_rope.x.node)
-    siblings = [r for r in ropes if activation_of(r.x.node) is source]
-    best = siblings or ropes
-    if not best:
-        misses = [m for m in found if isinstance(m, Miss)]
-        if misses:
-            return max(misses, key=lambda m: m.depth)
-        return Miss(
-            Reason(
-                "match.no-query",
-                "no other rope uses the cos and sin of the written key",
-                node=k_rope.out.node.name,
-            ),
-            k_rope.out.node,
-            depth=3,
-        )
-    differing = [_differ(r, k_rope) for r in best]
-    for rope, miss in zip(best, differing, strict=True):
+    differing = [_differ(r, k_rope) for r in ropes]
+    for rope, miss in zip(ropes, differing, strict=True):
         if miss is None:
             return rope
-    first = differing[0]
-    assert first is not None
-    return first
+    misses = [m for m in (*differing, *found) if isinstance(m, Miss)]
+    if misses:
+        return max(misses, key=lambda m: m.depth)
+    node = k_rope.out.node
+    reason = Reason(
+        "match.no-query", "no other rope uses the cos and sin of this key", node=node.name
+    )
+    return Miss(reason, node, depth=3)
 
 
 def with_norms(chain: Chain) -> Chain:
@@ -150,11 +137,10 @@ def with_norms(chain: Chain) -> Chain:
 
 
 def _differ(q: Rope, k: Rope) -> Miss | None:
-    """Whether two ropes differ in something that the operation shares between q and k."""
+    """Whether two ropes differ in something that the operation shares between q and k.
 
-    def table(t: RopeTable) -> tuple[object, ...]:
-        return (t.node, t.columns, t.full, t.positions, t.roles)
-
+    That their tables hold the same entries for every token is the finder's business.
+    """
     return _first_difference(
         (
             ("rope style", lambda r: r.style),
@@ -162,8 +148,6 @@ def _differ(q: Rope, k: Rope) -> Miss | None:
             ("rope dtype", lambda r: r.rope_dtype),
             ("result dtype", lambda r: r.out_dtype),
             ("head size", lambda r: r.x.dim),
-            ("cos table", lambda r: table(r.cos)),
-            ("sin table", lambda r: table(r.sin)),
         ),
         q,
         k,
@@ -172,13 +156,12 @@ def _differ(q: Rope, k: Rope) -> Miss | None:
 
 
 def _first_difference(
-    fields: Sequence[tuple[str, Callable[[object], object]]] | Sequence[tuple[str, object]],
+    fields: Sequence[tuple[str, Callable[[Any], object]]],
     q: object,
     k: object,
     node: Node,
 ) -> Miss | None:
     for name, get in fields:
-        assert callable(get)
         q_has, k_has = get(q), get(k)
         # A weight mode says nothing where one side has no weight at all.
         if q_has == k_has or (name == "weight mode" and None in (q_has, k_has)):

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fusion.backends import reference
 from fusion.config import Config
+from fusion.graph import compat
 from fusion.graph.shapes import NoHintError, hint, hints
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Dims, Input, Region, RegionError, dims_of, small_shape
@@ -70,7 +71,8 @@ def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, A
         key = (region.fingerprint(roles), _signature(operation))
         if (known := cache.get(key)) is not None:
             return Checked(known.status, known.max_abs_error, 0.0, known.reason, True)
-        result = _run_trials(chain, operation, region, roles, outputs, config, started)
+        with compat.real_tensors():
+            result = _run_trials(chain, operation, region, roles, outputs, config, started)
     except RegionError as error:
         node = error.node.name if error.node is not None else None
         code = "match.validation" if "depends on" in str(error) else "match.validation-bound"
@@ -191,6 +193,9 @@ class _Trial:
     ) -> tuple[str | None, float]:
         """Run both sides; returns the first difference in words and its size."""
         special = self.cache.special if self.cache is not None else None
+        for node, given in self.inputs.items():
+            if type(given.value) is not Tensor or given.value.device.type != "cpu":
+                raise RegionError("the check was not run on real tensors", node)
         values, _ = region.run(self.inputs, special, widen=self.small, tick=tick)
         bases = self.cache.copies() if self.cache is not None else {}
         query, key = self._reference(bases)

@@ -178,7 +178,6 @@ def _facts(chain: Chain) -> dict[str, Any]:
 
 
 def _packed(chain: Chain) -> bool:
-    from fusion.graph.storage import root_of
 
     if chain.write is None:
         return root_of(chain.query.node).node is root_of(chain.key.node).node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,12 @@ class SmallCache:
 
     def special(self, node: Node, values: dict[Node, Any], dims: dict[Node, Dims]) -> Any:
         """Run a functionalised ``kv_cache_write``, whose arguments bake the cache's sizes."""
+        made = node.args[0] if node.target is operator.getitem else None
+        if isinstance(made, Node) and functional.is_auto_functionalized(made):
+            index: Any = node.args[1]
+            if index > 0:  # the new content of a base has the factors of the base
+                dims[node] = self.bases[_written(made)[index - 1]].dims
+            return values[made][index]
         if not functional.is_auto_functionalized(node):
             return NotImplemented
         write = self.write
@@ -108,10 +115,7 @@ class SmallCache:
         arguments["key_cache"] = self.view(write.key_plane, copies[write.key_plane.base])
         arguments["value_cache"] = self.view(write.value_plane, copies[write.value_plane.base])
         reference.kv_cache_write(**arguments, kv_layout=write.kv_layout)
-        bases: Any = node.kwargs.get("_all_bases")
-        if bases is None:  # the first version of the wrapper returns the arguments themselves
-            bases = [node.kwargs[n] for n in functional.mutated_names(node.args[0])]
-        return (None, *(copies[b] for b in bases))
+        return (None, *(copies[b] for b in _written(node)))
 
     def _make_base(self, base: Node) -> None:
         value = base.meta["val"]
@@ -176,6 +180,15 @@ class SmallCache:
                 picked[:1] -= total if slots.batch is None else self.block_size
             put(slots.node, picked)
         return out
+
+
+def _written(node: Node) -> list[Node]:
+    """The bases whose new content a functional wrapper returns, in order."""
+    bases: Any = node.kwargs.get("_all_bases")
+    if bases is not None:
+        return list(bases)
+    # The first version of the wrapper returns the written arguments themselves.
+    return [node.kwargs[n] for n in functional.mutated_names(functional.mutable_op(node))]  # type: ignore[misc]
 
 
 def _slot_dims(shape: Sequence[int], small: Mapping[int, int], rows: int) -> Dims:
