@@ -52,6 +52,7 @@ class RopeTable:
     ``full`` tells whether it has one entry per rotated element (``rotary_dim`` columns) or one
     per pair (``rotary_dim // 2``). A full-width table whose two halves are proved equal is
     given as its first half (for interleaved: stays full unless a half-width source is found).
+    ``part`` (``real`` or ``imag``) is set where ``node`` is complex: the table is that component.
     """
 
     node: Node
@@ -59,6 +60,7 @@ class RopeTable:
     columns: tuple[int, int]
     full: bool
     positions: Node | None = None
+    part: str | None = None
 
 
 @dataclass(frozen=True)

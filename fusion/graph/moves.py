@@ -1,0 +1,440 @@
+"""Data-movement operators as index maps: which element of which input is this output element?
+
+Every entry of the table takes a reference to elements of a node's output and answers with
+references to elements of its inputs, together covering the same samples. Operators whose result
+depends on values (gathers by a computed index, arithmetic) are not in the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from fusion.graph.elements import (
+    CASTS,
+    Array,
+    Index,
+    Ref,
+    Unreadable,
+    arguments,
+    collapse,
+    dtype_of,
+    number,
+    op_name,
+    partition,
+    same_size,
+    shape_of,
+    value_of,
+    zero,
+)
+from fusion.graph.foreign import expansion
+
+_END = 2**62
+
+
+def step(ref: Ref) -> list[Ref] | None:
+    """Pull a reference back through one data movement.
+
+    Returns one reference for an ordinary move, several where the samples part (``cat``,
+    ``stack``, scatters), or None where the node computes something (or is an input). A call
+    with a registered decomposition is entered (:mod:`fusion.graph.foreign`).
+    """
+    node = ref.node
+    if node.op == "placeholder":
+        outer = node.meta.get("fusion_outer")
+        return None if outer is None else [ref.at(outer, ref.index, ref.part)]
+    name = op_name(node)
+    if name == "getitem":
+        return _getitem(ref)
+    move = _MOVES.get(name)
+    if move is not None:
+        return move(ref, arguments(node))
+    if name in CASTS:
+        source = node.args[0]
+        if isinstance(source, Node) and dtype_of(source) == dtype_of(node):
+            return [ref.at(source, ref.index, ref.part)]
+        return None
+    inner = expansion(node)
+    if inner is not None and len(inner) == 1:
+        return [ref.at(inner[0], ref.index, ref.part)]
+    return None
+
+
+def axis_of(dim: Any, ndim: int) -> int:
+    """A dimension number counted from the front."""
+    value = number(dim)
+    return value + ndim if value < 0 else value
+
+
+def _one(ref: Ref, source: Node, index: Index) -> list[Ref]:
+    return [ref.at(source, index, ref.part)]
+
+
+def _same(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    return _one(ref, next(iter(a.values())), ref.index)
+
+
+def _view(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    source = next(iter(a.values()))
+    shape_of(ref.node), shape_of(source)  # raises where sizes are unknown or zero
+    out, inner = value_of(ref.node).shape, value_of(source).shape
+    return _one(ref, source, reshape_index(ref.index, out, inner, len(ref.labels)))
+
+
+def reshape_index(index: Index, out_shape: Sequence[Any], shape: Sequence[Any], rank: int) -> Index:
+    """Positions in ``shape`` of elements of its row-major reshape to ``out_shape``.
+
+    Dimensions are matched in groups of equal product. With symbolic sizes the products must be
+    equal as expressions: two sizes that only happen to have one example value stay apart.
+    """
+    out, source = [number(n) for n in out_shape], [number(n) for n in shape]
+    result: list[Array] = []
+    i = j = 0
+    while i < len(out) or j < len(source):
+        if i < len(out) and j < len(source) and same_size(out_shape[i], shape[j]):
+            result.append(index[i])
+            i, j = i + 1, j + 1
+            continue
+        first, start = i, j
+        left, right = 1, 1
+        left_size: Any = 1
+        right_size: Any = 1
+        if i < len(out):
+            left, left_size, i = out[i], out_shape[i], i + 1
+        if j < len(source):
+            right, right_size, j = source[j], shape[j], j + 1
+        while left != right or not same_size(left_size, right_size):
+            if i < len(out) and (left <= right or j == len(source)):
+                left, left_size, i = left * out[i], left_size * out_shape[i], i + 1
+            elif j < len(source):
+                right, right_size, j = right * source[j], right_size * shape[j], j + 1
+            else:
+                break
+        if left != right:
+            raise Unreadable(f"cannot view {tuple(shape)} as {tuple(out_shape)}")
+        linear = zero(rank)
+        for dim in range(first, i):
+            linear = linear * out[dim] + index[dim]
+        pieces: list[Array] = []
+        for dim in reversed(range(start, j)):
+            pieces.append(collapse(linear % source[dim]) if source[dim] > 1 else zero(rank))
+            linear = linear // source[dim]
+        result += reversed(pieces)
+    return tuple(result)
+
+
+def _permute(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    ndim = len(ref.index)
+    index: list[Array] = [zero(0)] * ndim
+    for out, dim in enumerate(a["dims"]):
+        index[axis_of(dim, ndim)] = ref.index[out]
+    return _one(ref, a["self"], tuple(index))
+
+
+def _transpose(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    index = list(ref.index)
+    x, y = axis_of(a.get("dim0", 0), len(index)), axis_of(a.get("dim1", 1), len(index))
+    index[x], index[y] = index[y], index[x]
+    return _one(ref, a["self"], tuple(index))
+
+
+def _t(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    return _one(ref, a["self"], tuple(reversed(ref.index)))
+
+
+def _unsqueeze(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    dim = axis_of(a["dim"], len(ref.index))
+    return _one(ref, a["self"], ref.index[:dim] + ref.index[dim + 1 :])
+
+
+def _squeeze(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    shape, rank = shape_of(a["self"]), len(ref.labels)
+    dims = a.get("dim", list(range(len(shape))))
+    chosen = {axis_of(d, len(shape)) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    left = iter(ref.index)
+    index = tuple(
+        zero(rank) if size == 1 and i in chosen else next(left) for i, size in enumerate(shape)
+    )
+    return _one(ref, a["self"], index)
+
+
+def _expand(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    shape, rank = shape_of(a["self"]), len(ref.labels)
+    lead = len(ref.index) - len(shape)
+    index = tuple(zero(rank) if n == 1 else ref.index[lead + i] for i, n in enumerate(shape))
+    return _one(ref, a["self"], index)
+
+
+def _repeat(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    shape = shape_of(a["self"])
+    lead = len(ref.index) - len(shape)
+    index = tuple(collapse(ref.index[lead + i] % n) for i, n in enumerate(shape))
+    return _one(ref, a["self"], index)
+
+
+def _bounds(a: dict[str, Any], size: int) -> tuple[int, int, int]:
+    """Start, length and step of a slice (negative and missing ends resolved)."""
+    start = 0 if a.get("start") is None else number(a["start"])
+    end = _END if a.get("end") is None else number(a["end"])
+    stride = number(a.get("step", 1))
+    start = min(max(start + size if start < 0 else start, 0), size)
+    end = min(max(end + size if end < 0 else end, start), size)
+    return start, -(-(end - start) // stride), stride
+
+
+def _slice(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    if not _fixed(a.get("start"), a.get("step")):
+        return None
+    dim = axis_of(a.get("dim", 0), len(ref.index))
+    start, _, stride = _bounds(a, shape_of(a["self"])[dim])
+    moved = ref.index[dim] * stride + start
+    return _one(ref, a["self"], (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
+
+
+def _fixed(*values: Any) -> bool:
+    """Whether offsets are plain numbers: a symbolic one is no fixed place in the input."""
+    return all(value is None or isinstance(value, int) for value in values)
+
+
+def _narrow(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    return _slice(ref, {"self": a["self"], "dim": a["dim"], "start": a["start"]})
+
+
+def _select(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    if not _fixed(a["index"]):
+        return None
+    shape = shape_of(a["self"])
+    dim, rank = axis_of(a["dim"], len(shape)), len(ref.labels)
+    at = axis_of(a["index"], shape[dim])
+    return _one(ref, a["self"], (*ref.index[:dim], zero(rank) + at, *ref.index[dim:]))
+
+
+def _flip(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    shape = shape_of(a["self"])
+    dims = {axis_of(d, len(shape)) for d in a["dims"]}
+    index = tuple(shape[i] - 1 - x if i in dims else x for i, x in enumerate(ref.index))
+    return _one(ref, a["self"], index)
+
+
+def _roll(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    source = a["self"]
+    shape = shape_of(source)
+    if not a.get("dims"):
+        return []
+    index = list(ref.index)
+    for shift, dim in zip(a["shifts"], a["dims"], strict=True):
+        at = axis_of(dim, len(shape))
+        index[at] = (index[at] - number(shift)) % shape[at]
+    return _one(ref, source, tuple(index))
+
+
+def _cat(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    parts = [n for n in a["tensors"] if shape_or_empty(n) != (0,)]
+    dim = axis_of(a.get("dim", 0), len(ref.index))
+    if not _fixed(*(value_of(n).shape[dim] for n in parts[:-1])):
+        return None
+    edges = np.cumsum([0] + [shape_of(n)[dim] for n in parts])
+    which = np.searchsorted(edges, ref.index[dim], side="right") - 1
+    result = []
+    for labels, k in partition(ref.labels, which):
+        piece = ref.only(labels)
+        moved = piece.index[dim] - int(edges[k])
+        index = (*piece.index[:dim], moved, *piece.index[dim + 1 :])
+        result.append(piece.at(parts[k], index, ref.part))
+    return result
+
+
+def shape_or_empty(node: Node) -> tuple[int, ...]:
+    """The shape, where a tensor of no elements answers ``(0,)`` (a legal operand of cat)."""
+    value = value_of(node)
+    if getattr(value, "ndim", None) == 1 and isinstance(value.shape[0], int) and not value.shape[0]:
+        return (0,)
+    return shape_of(node)
+
+
+def _stack(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    dim = axis_of(a.get("dim", 0), len(ref.index))
+    result = []
+    for labels, k in partition(ref.labels, ref.index[dim]):
+        piece = ref.only(labels)
+        index = piece.index[:dim] + piece.index[dim + 1 :]
+        result.append(piece.at(a["tensors"][k], index, ref.part))
+    return result
+
+
+def _getitem(ref: Ref) -> list[Ref] | None:
+    """One result of a split, an unbind, or of an operator with a registered decomposition."""
+    source, which = ref.node.args
+    if not isinstance(source, Node) or not isinstance(which, int):
+        return None
+    name, a = op_name(source), arguments(source)
+    if name in _SPLITS:
+        whole = a["self"]
+        shape = shape_of(whole)
+        dim = axis_of(a.get("dim", 0), len(shape))
+        which = which % max(len(value_of(source)), 1)
+        if name == "aten.unbind.int":
+            rank = len(ref.labels)
+            index = (*ref.index[:dim], zero(rank) + which, *ref.index[dim:])
+            return _one(ref, whole, index)
+        before = [t.shape[dim] for t in value_of(source)[:which]]
+        if not _fixed(*before):
+            return None
+        start = sum(before)
+        moved = ref.index[dim] + start
+        return _one(ref, whole, (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
+    inner = expansion(source)
+    if inner is not None and which < len(inner) and inner[which] is not None:
+        return _one(ref, inner[which], ref.index)
+    return None
+
+
+def _slice_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    if not _fixed(a.get("start"), a.get("step")):
+        return None
+    dim = axis_of(a.get("dim", 0), len(ref.index))
+    start, length, stride = _bounds(a, shape_of(ref.node)[dim])
+    at = ref.index[dim] - start
+    inside = (at >= 0) & (at < length * stride) & (at % stride == 0)
+    result = []
+    for labels, k in partition(ref.labels, inside.astype(np.int64)):
+        piece = ref.only(labels)
+        if not k:
+            result.append(piece.at(a["self"], piece.index, ref.part))
+            continue
+        moved = (piece.index[dim] - start) // stride
+        index = (*piece.index[:dim], moved, *piece.index[dim + 1 :])
+        result.append(piece.at(a["src"], index, ref.part))
+    return result
+
+
+def _select_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    if not _fixed(a["index"]):
+        return None
+    dim = axis_of(a["dim"], len(ref.index))
+    at = axis_of(a["index"], shape_of(ref.node)[dim])
+    result = []
+    for labels, k in partition(ref.labels, (ref.index[dim] == at).astype(np.int64)):
+        piece = ref.only(labels)
+        index = piece.index[:dim] + piece.index[dim + 1 :] if k else piece.index
+        result.append(piece.at(a["src"] if k else a["self"], index, ref.part))
+    return result
+
+
+def _copy(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    """``copy(self, src)``: the source, broadcast to ``self``."""
+    if dtype_of(a["src"]) != dtype_of(ref.node):
+        raise Unreadable(f"{ref.node} copies across dtypes", ref.node)
+    return _expand(ref, {"self": a["src"]})
+
+
+def _as_strided(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    """A strided window, where the source is contiguous from the start of its storage."""
+    source = a["self"]
+    shape, value = shape_of(source), value_of(source)
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides = [number(s) for s in value.stride()]
+    if any(s != d for s, d, n in zip(strides, dense, shape, strict=True) if n != 1):
+        return None
+    offset = a.get("storage_offset")
+    base = number(value.storage_offset())
+    linear = zero(len(ref.labels)) + ((base if offset is None else number(offset)) - base)
+    for x, stride in zip(ref.index, a["stride"], strict=True):
+        linear = linear + x * number(stride)
+    linear = collapse(linear)
+    if linear.min() < 0 or linear.max() >= math.prod(shape):
+        return None
+    whole = math.prod(shape)
+    return _one(ref, source, reshape_index((linear,), (whole,), shape, len(ref.labels)))
+
+
+def _view_as_real(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    result = []
+    for labels, k in partition(ref.labels, ref.index[-1]):
+        piece = ref.only(labels)
+        result.append(piece.at(a["self"], piece.index[:-1], ("real", "imag")[k]))
+    return result
+
+
+def _view_as_complex(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    which = zero(len(ref.labels)) + (1 if ref.part == "imag" else 0)
+    return [ref.at(a["self"], (*ref.index, which))]
+
+
+def _complex(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    return _expand(
+        ref.at(ref.node, ref.index), {"self": a["imag" if ref.part == "imag" else "real"]}
+    )
+
+
+def _component(part: str) -> Callable[[Ref, dict[str, Any]], list[Ref]]:
+    def move(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+        source = next(iter(a.values()))
+        return [ref.at(source, ref.index, part if dtype_of(source).is_complex else None)]
+
+    return move
+
+
+_SPLITS = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
+           "aten.chunk.default", "aten.split.sizes", "aten.split_with_sizes_copy.default",
+           "aten.split_copy.Tensor", "aten.unbind_copy.int"}  # fmt: skip
+
+_MOVES: dict[str, Callable[[Ref, dict[str, Any]], list[Ref] | None]] = {
+    **dict.fromkeys(
+        ("aten.clone.default", "aten.contiguous.default", "aten.alias.default",
+         "aten.detach.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default",
+         "aten.alias_copy.default", "aten.detach_copy.default", "aten.lift.default"), _same),
+    **dict.fromkeys(
+        ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
+         "aten.flatten.using_ints", "aten.unflatten.int", "aten._reshape_copy.default",
+         "aten.view_copy.default", "prims.view_of.default"), _view),
+    **dict.fromkeys(("aten.permute.default", "aten.permute_copy.default"), _permute),
+    **dict.fromkeys(("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default",
+                     "aten.swapdims.default"), _transpose),
+    **dict.fromkeys(("aten.t.default", "aten.t_copy.default"), _t),
+    **dict.fromkeys(("aten.unsqueeze.default", "aten.unsqueeze_copy.default"), _unsqueeze),
+    **dict.fromkeys(("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+                     "aten.squeeze_copy.dim", "aten.squeeze_copy.dims"), _squeeze),
+    **dict.fromkeys(("aten.expand.default", "aten.expand_copy.default",
+                     "aten.expand_as.default"), _expand),
+    "aten.repeat.default": _repeat,
+    **dict.fromkeys(("aten.slice.Tensor", "aten.slice_copy.Tensor"), _slice),
+    "aten.narrow.default": _narrow,
+    **dict.fromkeys(("aten.select.int", "aten.select_copy.int"), _select),
+    "aten.flip.default": _flip,
+    "aten.roll.default": _roll,
+    "aten.cat.default": _cat,
+    "aten.concat.default": _cat,
+    "aten.stack.default": _stack,
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.copy.default": _copy,
+    "aten.as_strided.default": _as_strided,
+    "aten.view_as_real.default": _view_as_real,
+    "aten.view_as_complex.default": _view_as_complex,
+    "aten.complex.default": _complex,
+    "aten.real.default": _component("real"),
+    "aten.imag.default": _component("imag"),
+}  # fmt: skip
+
+
+def movement(node: Node) -> Sequence[Node]:
+    """The nodes that :func:`step` passes over together with ``node`` (a split's parent)."""
+    if op_name(node) == "getitem" and isinstance(node.args[0], Node):
+        return (node, node.args[0])
+    return (node,)
+
+
+def is_move(node: Node) -> bool:
+    """Whether a node only moves elements (a split and its results included)."""
+    name = op_name(node)
+    if name == "getitem":
+        return isinstance(node.args[0], Node) and op_name(node.args[0]) in _SPLITS
+    if name in CASTS:
+        source = node.args[0]
+        return isinstance(source, Node) and dtype_of(source) == dtype_of(node)
+    return name in _MOVES or name in _SPLITS

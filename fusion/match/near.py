@@ -1,0 +1,87 @@
+"""Why a value is not a rope: what stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import Node
+
+from fusion.graph.elements import Ref, Unreadable, op_name, operand, shape_of, value_of
+from fusion.graph.foreign import is_inner
+from fusion.match.facts import Rope, TokenView
+from fusion.match.miss import No, opaque, opaque_node
+from fusion.match.norm import read_norm_or_raise
+from fusion.match.trail import Trail
+from fusion.match.views import Frame, frame_of, view_at
+
+_FAR = 3
+"""How many operators after the rope are looked through to find it."""
+
+
+def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView], Rope]) -> No:
+    """The reason for a value without any rotated element.
+
+    ``read`` reads a rope further back (raising where there is none): it makes the difference
+    between "something stands after the rope" and "there is no rope".
+    """
+    node = heads[0].end.ref.node
+    for trail in heads:
+        op = opaque_node(trail.end.ref.node)
+        if op is not None:
+            return opaque(op, 1)
+    try:
+        norm = read_norm_or_raise(out)
+    except (No, Unreadable):
+        pass
+    else:
+        if _rotated(norm.x, read, _FAR) is None:
+            return No("match.no-rope", "the value is a norm without a rope", out.node, 1)
+        return No("match.norm-order", "the norm runs after the rope", out.node, 4)
+    found = _rotated(out, read, _FAR)
+    if found is not None:
+        return No("match.rope-form", f"{found.name} stands after the rope", found, 4)
+    return No("match.no-rope", f"{node.name} is not a rotation", node, 0)
+
+
+def _rotated(view: TokenView, read: Callable[[TokenView], Rope], far: int) -> Node | None:
+    """The pointwise node after which a rope is found, looking ``far`` operators back."""
+    frame, ref = frame_of(view)
+    from fusion.match.trail import trails
+
+    found = trails(ref, set(), lossy=True)
+    if len(found) != 1:
+        return None
+    end = found[0].end.ref
+    for before in _operand_views(frame, end):
+        try:
+            read(before)
+        except No as no:
+            if no.miss.depth >= 4 and no.miss.reason.code.startswith("match.rope"):
+                return end.node
+        except Unreadable:
+            continue
+        else:
+            return end.node
+        if far > 1 and _rotated(before, read, far - 1) is not None:
+            return end.node
+    return None
+
+
+def _operand_views(frame: Frame, ref: Ref) -> list[TokenView]:
+    """The operands of a pointwise node that are themselves ``[tokens, heads, dim]`` values."""
+    node = ref.node
+    tags = getattr(node.target, "tags", ())
+    if not op_name(node) or torch.Tag.pointwise not in tags or is_inner(node):
+        return []
+    views = []
+    for argument in node.all_input_nodes:
+        if not isinstance(value_of(argument), torch.Tensor):
+            continue
+        if shape_of(argument) != shape_of(node):
+            continue
+        there = operand(ref, argument)
+        view = view_at(frame, argument, there.index, there.labels)
+        if view is not None:
+            views.append(view)
+    return views

@@ -1,0 +1,334 @@
+"""Finding the query chain that is rotated with the same cos and sin as a written key.
+
+All layers of a model usually share one cos and one sin. The chains of one layer are told from
+those of other layers by their *level*: how many rotations lie one behind the other on the way
+there. q and k of one layer come from the same hidden state, so their levels are equal; the next
+layer's are one higher.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.fx import Graph, Node
+
+from fusion.graph.elements import (
+    Array,
+    Labels,
+    Ref,
+    Unreadable,
+    along,
+    cast_source,
+    dtype_of,
+    exact_cast,
+    op_name,
+    same_size,
+    sample,
+    shape_of,
+    value_of,
+    zero,
+)
+from fusion.graph.moves import is_move
+from fusion.match.facts import Miss, Rope, RopeTable, TokenView
+from fusion.match.rotation import read_rope
+from fusion.match.table import entries, same_elements
+from fusion.match.views import dim_view, product
+from fusion.reason import Reason
+
+_PRODUCTS = ("aten.mul.Tensor", "aten.addcmul.default")
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor", "aten.addcmul.default")
+_GATHERS = ("aten.index.Tensor", "aten.embedding.default", "aten.index_select.default",
+            "aten.gather.default")  # fmt: skip
+_GEMMS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "aten.matmul.", "aten.baddbmm.",
+          "aten.convolution.", "aten._scaled_mm.", "aten._int_mm.")  # fmt: skip
+_REACH = 48
+"""Nodes that are followed from one product to the end of its rope."""
+
+
+def find_query_ropes(
+    graph: Graph, rope_of_k: Rope, finder: RopeFinder | None = None
+) -> list[Rope | Miss]:
+    """The ropes beside ``rope_of_k``: same cos and sin, same tokens, same layer.
+
+    Near misses (a chain that multiplies by the same cos and sin but is not such a rope) are
+    answered as :class:`Miss`. A graph with many layers should share one ``finder``, made for
+    the graph as it is.
+    """
+    return (finder or RopeFinder(graph)).siblings(rope_of_k)
+
+
+class RopeFinder:
+    """Ropes of one graph, by the tables they use. The graph must not change meanwhile."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._order: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self._levels: dict[frozenset[Node], tuple[dict[Node, int], dict[int, list[Node]]]] = {}
+        self._read: dict[Node, list[Rope | Miss]] = {}
+
+    def siblings(self, key: Rope) -> list[Rope | Miss]:
+        """See :func:`find_query_ropes`."""
+        levels, products = self._tables(key)
+        level = levels.get(key.out.node)
+        found: list[Rope | Miss] = []
+        taken = set(key.nodes)
+        for node in products.get(level or 0, []):
+            if node in taken:
+                continue
+            for fact in self._chain(node, key):
+                found.append(fact)
+                if isinstance(fact, Rope):
+                    taken |= fact.nodes
+        key_inputs = activations(key.x.node)
+        near = [f for f in found if isinstance(f, Rope) and activations(f.x.node) & key_inputs]
+        misses = [f for f in found if isinstance(f, Miss)]
+        ropes = near or [f for f in found if isinstance(f, Rope)]
+        here = self._order.get(key.out.node, 0)
+        ropes.sort(key=lambda r: abs(self._order.get(r.out.node, 0) - here))
+        return [*ropes, *misses]
+
+    def _tables(self, key: Rope) -> tuple[dict[Node, int], dict[int, list[Node]]]:
+        """``(level of each node, products with these tables by level)``."""
+        ends = frozenset().union(*(_ends(t) for t in (key.cos, key.sin)))
+        known = self._levels.get(ends)
+        if known is None:
+            held = _forward(ends)
+            levels: dict[Node, int] = {}
+            products: dict[int, list[Node]] = {}
+            for node in self.graph.nodes:
+                level = max((levels[n] for n in node.all_input_nodes), default=0)
+                if op_name(node) in _PRODUCTS and any(n in held for n in node.all_input_nodes):
+                    level += 1
+                    products.setdefault(level, []).append(node)
+                levels[node] = level
+            known = self._levels[ends] = (levels, products)
+        return known
+
+    def _chain(self, node: Node, key: Rope) -> list[Rope | Miss]:
+        """The rope that a product belongs to, or the nearest miss."""
+        best: Miss | None = None
+        for end in _results(node, self._order):
+            for view in _views(end, key.out):
+                fact = read_rope(view)
+                if isinstance(fact, Rope):
+                    if node not in fact.nodes:
+                        continue
+                    fact = _past_casts(fact)
+                    if same_tables(key, fact):
+                        return [fact]
+                    fact = Miss(
+                        Reason(
+                            "match.token-order",
+                            "rotated with other rows of cos and sin than the key",
+                            node=fact.out.node.name,
+                        ),
+                        fact.out.node,
+                        4,
+                    )
+                if best is None or fact.depth > best.depth:
+                    best = fact
+        return [best] if best is not None else []
+
+
+def activations(node: Node) -> set[Node]:
+    """What the projection before a rope multiplies: the GEMM's own inputs, or the inputs met."""
+    met: set[Node] = set()
+    seen = {node}
+    todo = [node]
+    while todo and len(seen) < 2 * _REACH:
+        at = todo.pop()
+        if op_name(at).startswith(_GEMMS):
+            met.update(_still(n) for n in at.all_input_nodes)
+            continue
+        if at.op != "call_function":
+            met.add(at)
+            continue
+        for source in at.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    # Weights are inputs of the graph; the hidden state is not, or is shared all the more.
+    return met
+
+
+def _still(node: Node) -> Node:
+    while is_move(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _ends(table: RopeTable) -> frozenset[Node]:
+    """Where a table's elements are computed (the gathers, for a table with positions)."""
+    if table.positions is not None:
+        users = _forward(frozenset({table.node}))
+        return frozenset(u for n in users for u in n.users if op_name(u) in _GATHERS)
+    ends: set[Node] = set()
+    seen = {table.node}
+    todo = [table.node]
+    while todo:
+        node = todo.pop()
+        if is_move(node) or _is_exact(node):
+            for source in node.all_input_nodes:
+                if source not in seen and isinstance(value_of(source), (torch.Tensor, tuple, list)):
+                    seen.add(source)
+                    todo.append(source)
+        else:
+            ends.add(node)
+    return frozenset(ends)
+
+
+def _is_exact(node: Node) -> bool:
+    if op_name(node) == "aten.neg.default":
+        return True
+    source = cast_source(node)
+    return source is not None and exact_cast(dtype_of(source), dtype_of(node))
+
+
+def _forward(ends: frozenset[Node]) -> set[Node]:
+    """All nodes that hold the elements of ``ends``, moved, negated or cast up."""
+    held = set(ends)
+    todo = list(ends)
+    while todo:
+        for user in todo.pop().users:
+            if user not in held and (is_move(user) or _is_exact(user)):
+                held.add(user)
+                todo.append(user)
+    return held
+
+
+def _results(node: Node, order: dict[Node, int]) -> list[Node]:
+    """What may be the result of the rope that a product belongs to, nearest first."""
+    found: set[Node] = {node}
+    todo = [node]
+    summed: set[Node] = set()
+    while todo and len(found) < _REACH:
+        at = todo.pop(0)
+        for user in at.users:
+            name = op_name(user)
+            is_sum = name in _SUMS
+            if user in found and not (at in summed and user not in summed):
+                continue
+            if not (
+                is_sum
+                or is_move(user)
+                or cast_source(user) is not None
+                or name == "aten.neg.default"
+            ):
+                continue
+            if is_sum and at in summed and name != "aten.addcmul.default":
+                # A second sum is no longer the rope (complex ropes have their sum in the product).
+                continue
+            found.add(user)
+            if is_sum or at in summed:
+                summed.add(user)
+            todo.append(user)
+    if dtype_of(node).is_complex:
+        summed = found
+    return sorted((n for n in summed if n in order), key=lambda n: order[n])
+
+
+def _views(node: Node, key: TokenView) -> Iterator[TokenView]:
+    """The ways to see a node as ``[tokens, heads, dim]`` with the key's tokens and dim."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return
+    try:
+        shape = shape_of(node)
+    except Unreadable:
+        return
+    rank = len(shape)
+    natural = key.order if len(key.order) == rank else tuple(range(rank))
+    orders = sorted(itertools.permutations(range(rank)), key=lambda o: o != natural)
+    for heads in (True, False):
+        lead = rank - (2 if heads else 1)
+        if lead < 1 or rank > 5:
+            continue
+        for order in orders:
+            if shape[order[-1]] != key.dim:
+                continue
+            sizes = tuple(value.shape[d] for d in order[:lead])
+            if lead == key.token_dims:
+                fits = all(map(same_size, sizes, key.token_sizes))
+            else:
+                fits = order == tuple(range(rank)) and same_size(product(sizes), key.tokens)
+            if fits and isinstance(value.shape[order[-1]], int):
+                yield dim_view(node, order, heads)
+
+
+def _past_casts(rope: Rope) -> Rope:
+    """Take in a cast of the result that all its readers share."""
+    node = rope.out.node
+    users = list(node.users)
+    if len(users) == 1 and cast_source(users[0]) is node:
+        v = rope.out
+        view = TokenView(
+            users[0], v.order, v.token_dims, v.token_sizes, v.tokens, v.heads, v.dim, v.merged_heads
+        )
+        wider = read_rope(view)
+        if isinstance(wider, Rope):
+            return wider
+    return rope
+
+
+def same_tables(a: Rope, b: Rope) -> bool:
+    """Whether two ropes rotate every token by the same entries of the same cos and sin."""
+    if (a.style, a.rotary_dim) != (b.style, b.rotary_dim):
+        return False
+    if not same_size(a.out.tokens, b.out.tokens):
+        return False
+    return all(_same_table(a, x, b, y) for x, y in ((a.cos, b.cos), (a.sin, b.sin)))
+
+
+def _same_table(a: Rope, x: RopeTable, b: Rope, y: RopeTable) -> bool:
+    if (x.positions is None) != (y.positions is None) or x.part != y.part:
+        return False
+    count = 1
+    for size in a.out.token_sizes:
+        count *= _int(size)
+    tokens = sample(count)
+    if x.positions is not None and y.positions is not None:
+        if x.node is not y.node or (x.columns, x.full) != (y.columns, y.full):
+            return False
+        rows = [_flat(p, tokens) for p in (x.positions, y.positions)]
+        return same_elements(rows[0], rows[1])
+    labels = (tokens, np.arange(a.rotary_dim))
+    return same_elements(_entries(a, x, labels), _entries(b, y, labels))
+
+
+def _int(size: object) -> int:
+    from fusion.graph.shapes import hint
+
+    return hint(size)
+
+
+def _flat(node: Node, tokens: Array) -> Ref:
+    """Elements of a node in row-major order."""
+    index: list[Array] = []
+    left = along(tokens, 0, 1)
+    for size in reversed(shape_of(node)):
+        index.append(left % size)
+        left = left // size
+    return Ref(node, tuple(reversed(index)), (tokens,))
+
+
+def _entries(rope: Rope, table: RopeTable, labels: Labels) -> Ref:
+    """The entry of a per-token table for (flat token, rotated element)."""
+    left = along(labels[0], 0, 2)
+    positions: list[Array] = []
+    for size in reversed(rope.out.token_sizes):
+        positions.append(left % _int(size))
+        left = left // _int(size)
+    positions.reverse()
+    column = table.columns[0] + entries(rope.style, rope.rotary_dim, table.full)
+    index = tuple(
+        positions[role]
+        if isinstance(role, int)
+        else along(column, 1, 2)
+        if role == "dim"
+        else zero(2)
+        for role in table.roles
+    )
+    return Ref(table.node, index, labels, table.part)
