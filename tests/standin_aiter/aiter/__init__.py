@@ -1,0 +1,1 @@
+"""A strict stand-in for AITER (see ../README.md)."""
