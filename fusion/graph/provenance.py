@@ -21,7 +21,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ROOT = re.compile(r"^(L|G)\[['\"]?[^\]'\"]*['\"]?\]\.?|^L__self___?")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
-_GETATTR = re.compile(r"^getattr\((?P<obj>.+), ['\"](?P<name>[^'\"]+)['\"]\)$")
+_GETATTR = re.compile(r"getattr\(([^()]+), ['\"]([^'\"]+)['\"]\)")
 
 
 def layer_of(node: Node) -> str | None:
@@ -39,8 +39,8 @@ def layer_of(node: Node) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _clean_path(path: str) -> str | None:
-    while (match := _GETATTR.match(path)) is not None:
-        path = f"{match['obj']}.{match['name']}"
+    while _GETATTR.search(path) is not None:
+        path = _GETATTR.sub(r"\1.\2", path)
     path = _ROOT.sub("", path, count=1)
     path = path.replace("._modules", "").replace("_modules[", "[")
     path = _INDEX.sub(r".\1", path).strip(".")

@@ -98,6 +98,8 @@ class Snapshot:
             graph.erase_node(extra)
         for node, _, name, *_ in self._nodes:
             made.get(node, node).name = name
+        if made:
+            self.__init__(graph)  # type: ignore[misc]  # remember the new nodes from now on
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,0 +1,232 @@
+"""The report: data in and out, grouping, text, HTML, and the shipped JSON Schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import resources
+
+import jsonschema
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion.graph.provenance import frames_of, layer_of, short_path, source_of
+from fusion.reason import Reason
+from fusion.render import summary
+from fusion.report import (
+    Candidate,
+    GraphReport,
+    PassStatus,
+    Report,
+    Site,
+    group,
+    plain,
+)
+
+GATE = Reason("gate.head-dim", "head size", have="96", need="64, 128", node="mul_3")
+ORDER = Reason("match.norm-order", "rope stands before the norm", node="add_7")
+
+
+def site(layer: int, **changes: object) -> Site:
+    fused = Site(
+        "qk_norm_rope_kv_cache",
+        "fused",
+        "qk_norm_rope_kv_cache",
+        "reference",
+        f"model.layers.{layer}.self_attn",
+        "transformers/models/qwen3/modeling_qwen3.py:250",
+        facts={"rotary_dim": 64, "eps": 1e-6},
+        nodes=({"name": "mul", "target": "aten.mul.Tensor", "fact": "norm", "source": None},),
+        validation={"status": "equal", "max_abs_error": 0.0},
+    )
+    return replace(fused, **changes)
+
+
+def report() -> Report:
+    sites = (
+        site(0),
+        site(1),
+        site(2),
+        site(3, status="missed", kernel=None, reasons=(ORDER,), depth=4, hint="swap them"),
+        site(
+            4,
+            status="refused",
+            kernel=None,
+            reasons=(GATE,),
+            candidates=(Candidate("aiter", False, (GATE,)), Candidate("triton", True)),
+        ),
+        Site(
+            "non_causal_attention",
+            "missed",
+            layer="model.layers.0.self_attn",
+            reasons=(Reason("match.attention-op", "the call is causal"),),
+            applicable=False,
+        ),
+    )
+    broken = Reason("plugin.broken", "no module named extra")
+    return Report(
+        (GraphReport("0/0", sites, phase="post_grad", times={"total": 0.5}, nodes=(90, 60)),),
+        (
+            PassStatus("qk_norm_rope_kv_cache", "built", options={"max_tokens": None}),
+            PassStatus("extra", "not-built", (broken,), origin="extra (extra:Pass)"),
+        ),
+        {"vendor": "cpu", "arch": "cpu", "origin": "probed"},
+        {"fusion": "0.1.0", "torch": "2.13.0", "triton": None, "aiter": None},
+        {"inner": "inductor"},
+        {"compile": 1.5},
+    )
+
+
+def schema() -> dict:
+    text = resources.files("fusion").joinpath("schema/report.schema.json").read_text("utf-8")
+    return json.loads(text)
+
+
+def test_json_round_trip_and_schema():
+    first = report()
+    data = json.loads(first.to_json())
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(data, schema())
+    again = Report.from_json(first.to_json())
+    assert again.to_dict() == first.to_dict()
+    assert again.to_text() == first.to_text()
+    assert again.graphs[0].sites[4].candidates[0].reasons == (GATE,)
+
+
+def test_the_schema_is_not_empty_words():
+    data = report().to_dict()
+    data["graphs"][0]["sites"][0]["status"] = "done"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema())
+    data = report().to_dict()
+    del data["graphs"][0]["sites"][0]["reasons"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema())
+
+
+def test_another_schema_number_is_an_error():
+    data = {**report().to_dict(), "schema": 2}
+    with pytest.raises(ValueError, match="schema 2"):
+        Report.from_dict(data)
+
+
+def test_identical_outcomes_are_grouped():
+    groups = group(report().sites)
+    assert [len(g.sites) for g in groups] == [3, 1, 1, 1]
+    text = report().to_text()
+    assert "3 layers" in text
+    assert "fused, reference" in text
+    assert "graph 0/0 (post_grad): 3 fused, 1 missed, 1 refused, 1 left alone" in text
+
+
+def test_text_explains_misses_and_only_those():
+    text = report().to_text()
+    for part in (
+        "match.norm-order: rope stands before the norm",
+        "have 96, need 64, 128",
+        "at mul_3",
+        "remedy: ",
+        "nearest change: swap them",
+        "kernel aiter refused",
+        "pass extra: not-built (plugin.broken: no module named extra)",
+        "left alone: the call is causal",
+    ):
+        assert part in text
+    assert "model.layers.3.self_attn" in text
+    assert "model.layers.1.self_attn" not in text  # grouped
+    assert "model.layers.1.self_attn" in report().to_text(all_sites=True)
+    assert "triton refused" not in text
+
+
+def test_a_site_left_alone_is_no_near_miss():
+    sites = report().sites
+    assert [s.near_miss for s in sites] == [False, False, False, True, True, False]
+    assert summary(sites[-1]) == "left alone: the call is causal"
+
+
+def test_partial_names_the_smaller_operation_and_why():
+    partial = site(0, status="partial", operation="rope_kv_cache", reasons=(ORDER,))
+    assert summary(partial) == "partial as rope_kv_cache, reference: match.norm-order"
+
+
+def test_html_is_self_contained_and_escapes():
+    evil = replace(
+        site(9), layer="<script>alert(1)</script>", facts={"x": '"><img src=x onerror=y>'}
+    )
+    page = replace(report(), graphs=(GraphReport("<b>", (evil,)),)).to_html()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "prefers-color-scheme: dark" in page
+    assert "match.norm-order" in report().to_html()
+
+
+def test_merge_keeps_graphs_passes_and_adds_times():
+    one = report()
+    both = Report.merge([one, replace(one, passes=(PassStatus("other", "built"),))])
+    assert len(both.graphs) == 2
+    assert [p.name for p in both.passes] == ["qk_norm_rope_kv_cache", "extra", "other"]
+    assert both.times == {"compile": 3.0}
+    assert both.count("qk_norm_rope_kv_cache") == 6
+    assert Report.merge([]) == Report()
+
+
+def test_an_unknown_status_is_an_error():
+    with pytest.raises(ValueError, match="none of fused"):
+        Site("p", "done")
+
+
+def test_plain_makes_json_of_anything():
+    value = {"a": float("nan"), 1: (torch.float32, {3, 1}), "c": [float("-inf"), 0.5, None, True]}
+    made = plain(value)
+    assert json.loads(json.dumps(made, allow_nan=False)) == {
+        "a": "nan",
+        "1": ["torch.float32", [1, 3]],
+        "c": ["-inf", 0.5, None, True],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("L['self'].model.layers.0.self_attn", "model.layers.0.self_attn"),
+        ("L['self']._modules['layers']._modules['3']", "layers.3"),
+        ("L['model'].layers[2].attn", "layers.2.attn"),
+        ("getattr(L['self'].model.layers, '0').attn", "model.layers.0.attn"),
+        ("getattr(getattr(L['self'].model, 'layers'), '0')", "model.layers.0"),
+        ("L['self']", None),
+        ("", None),
+        ("model.layers.0", "model.layers.0"),
+    ],
+)
+def test_layer_paths(path: str, layer: str | None):
+    gm = make_fx(lambda x: x.sin())(torch.ones(2))
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    node.meta["nn_module_stack"] = {"k": (path, torch.nn.Linear)}
+    assert layer_of(node) == layer
+
+
+def test_source_is_the_model_file_and_never_torch():
+    gm = make_fx(lambda x: x.sin())(torch.ones(2))
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    node.meta.pop("stack_trace", None)
+    assert source_of(node) is None
+    torch_file = torch.nn.modules.linear.__file__
+    node.meta["stack_trace"] = (
+        f'  File "{__file__}", line 7, in forward\n    a\n'
+        f'  File "{torch_file}", line 9, in forward\n    b\n'
+        '  File "<string>", line 3, in f\n'
+    )
+    assert frames_of(node) == [(__file__, 7)]
+    assert source_of(node).endswith("test_report.py:7")
+    # A helper outside the file of the layer's class is not where the layer is.
+    node.meta["stack_trace"] += '  File "/elsewhere/helper.py", line 5, in f\n'
+    assert source_of(node) == "/elsewhere/helper.py:5"
+    node.meta["nn_module_stack"] = {"k": ("L['self'].a", f"{__name__}.Layer")}
+    assert source_of(node).endswith("test_report.py:7")
+
+
+def test_paths_below_site_packages_are_short():
+    assert short_path("/x/lib/site-packages/transformers/a.py") == "transformers/a.py"
