@@ -11,6 +11,7 @@ Every method either does all of its work or raises and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -105,13 +106,24 @@ class BlockAllocator:
         self._next += 1
         return sequence
 
-    def cost(self, sequence: int, tokens: int) -> int:
-        """How many free blocks `append(sequence, tokens)` would take, copies included."""
-        state = self._get(sequence)
-        if tokens < 0:
-            raise ValueError(f"tokens must not be negative, got {tokens}")
-        fresh = self.blocks_for(state.length + tokens) - len(state.blocks)
-        return fresh + (1 if tokens and self._writes_shared(state) else 0)
+    def cost(self, requests: Sequence[tuple[int, int]]) -> int:
+        """How many free blocks appending to several sequences takes, copies included.
+
+        `requests` are pairs `(sequence, tokens)`, each sequence at most once. The last of the
+        sequences that share a block keeps it, so that this may be less than the sum.
+        """
+        need = 0
+        writers: dict[int, int] = {}
+        for sequence, tokens in requests:
+            state = self._get(sequence)
+            if tokens < 0:
+                raise ValueError(f"tokens must not be negative, got {tokens}")
+            need += self.blocks_for(state.length + tokens) - len(state.blocks)
+            if tokens and self._writes_shared(state):
+                writers[state.blocks[-1]] = writers.get(state.blocks[-1], 0) + 1
+        return need + sum(
+            min(count, self._references[block] - 1) for block, count in writers.items()
+        )
 
     def append(self, sequence: int, tokens: int = 1) -> Append:
         """Make `sequence` longer by `tokens` tokens.
@@ -119,7 +131,7 @@ class BlockAllocator:
         Raises :class:`OutOfBlocks`, leaving everything as it was, where the pool is too small.
         """
         state = self._get(sequence)
-        need = self.cost(sequence, tokens)
+        need = self.cost([(sequence, tokens)])
         if need > len(self._free):
             what = f"appending {tokens} tokens to sequence {sequence} of {state.length}"
             raise OutOfBlocks(need, len(self._free), self.num_blocks, what)

@@ -351,14 +351,12 @@ class PagedKVCache:
     # Checks
 
     def _check_room(self, sequences: Sequence[int | None], counts: Sequence[int]) -> None:
-        need = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            if sequence is None:
-                continue
+        requests = [(s, n) for s, n in zip(sequences, counts, strict=True) if s is not None]
+        for sequence, count in requests:
             if count < 1:
                 raise ValueError(f"sequence {sequence} gets {count} new tokens, it must be >= 1")
             self._check_length(self.allocator.length(sequence) + count)
-            need += self.allocator.cost(sequence, count)
+        need = self.allocator.cost(requests)
         if need > self.free_blocks:
             what = f"a forward with {sum(counts)} new tokens of {len(counts)} sequences"
             raise OutOfBlocks(need, self.free_blocks, self.num_blocks, what)

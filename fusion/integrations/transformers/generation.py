@@ -61,7 +61,7 @@ def generate(
         inputs = cache.inputs(sequences, lengths, padded=cache.recurrent, max_query_len=None)
         inputs.token_ids.copy_(_prompt_ids(tokens, cache.recurrent))
         mask = _padding_mask(tokens, cache) if cache.recurrent else None
-        logits = prefill(inputs, state, mask)
+        logits = prefill(model, inputs, state, mask)
         for step in range(max_new_tokens):
             if on_logits is not None:
                 on_logits(step, logits)
@@ -78,7 +78,7 @@ def generate(
                 break
             inputs = cache.inputs(sequences, 1, padded=cache.recurrent)
             inputs.token_ids.copy_(newest.view(inputs.token_ids.shape))
-            logits = decode(inputs, state, None)
+            logits = decode(model, inputs, state, None)
     finally:
         for sequence in sequences:
             if sequence is not None:
@@ -162,39 +162,49 @@ def _own_code(function: Callable[..., Tensor], number: int) -> Callable[..., Ten
 
 
 def _make_steps(model: Any) -> _Steps:
-    """Two functions `(inputs, state, mask) -> logits [B, V]`, so that the shapes of prefill
-    do not make those of decode dynamic."""
+    """Two functions `(model, inputs, state, mask) -> logits [B, V]`, so that the shapes of prefill
+    do not make those of decode dynamic. The model is an argument, because then Dynamo names its
+    layers as the user does."""
     accepted = inspect.signature(model.forward).parameters
     # transformers renamed past_key_values to cache between 5.17 and 5.24.
     state_name = "cache" if "cache" in accepted else "past_key_values"
     keeps = "logits_to_keep" in accepted
 
-    def run(inputs: PagedInputs, **extra: Any) -> Tensor:
-        logits: Tensor = model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            paged_kv=inputs,
-            use_cache=False,
-            return_dict=True,
-            **extra,
-        ).logits
-        return logits
-
-    def prefill(inputs: PagedInputs, state: Any, mask: Tensor | None) -> Tensor:
+    def prefill(model: Any, inputs: PagedInputs, state: Any, mask: Tensor | None) -> Tensor:
         if state is not None:
             # Left padded: the newest token of every row is in the last column.
             extra = {state_name: state, "attention_mask": mask}
-            return run(inputs, **extra)[:, -1]
+            return _logits(model, inputs, **extra)[:, -1]
         if keeps:
-            return run(inputs, logits_to_keep=inputs.last_rows)[0]
-        return run(inputs)[0, inputs.last_rows]
+            return _logits(model, inputs, logits_to_keep=inputs.last_rows)[0]
+        return _logits(model, inputs)[0, inputs.last_rows]
 
-    def decode(inputs: PagedInputs, state: Any, mask: Tensor | None) -> Tensor:
+    def decode(model: Any, inputs: PagedInputs, state: Any, mask: Tensor | None) -> Tensor:
         extra = {} if state is None else {state_name: state}
-        logits = run(inputs, **extra)
+        logits = _logits(model, inputs, **extra)
         return logits.reshape(-1, logits.shape[-1])
 
     return prefill, decode
+
+
+def _logits(model: Any, inputs: PagedInputs, **extra: Any) -> Tensor:
+    logits: Tensor = model(**forward_arguments(inputs), **extra).logits
+    return logits
+
+
+def forward_arguments(inputs: PagedInputs) -> dict[str, Any]:
+    """The keyword arguments with which a model on `fusion_paged` is called for `inputs`.
+
+    For those who call the model, or `fusion.explain`, themselves. `inputs.token_ids` must have been
+    filled; models with recurrent layers also need their cache and the padding mask.
+    """
+    return {
+        "input_ids": inputs.token_ids,
+        "position_ids": inputs.positions,
+        "paged_kv": inputs,
+        "use_cache": False,
+        "return_dict": True,
+    }
 
 
 def _prepare_state(model: Any, cache: PagedKVCache, rows: int) -> Any:
@@ -210,6 +220,6 @@ def _prepare_state(model: Any, cache: PagedKVCache, rows: int) -> Any:
         _, decode = _make_steps(model)
         inputs = cache.inputs([None] * rows, 1, padded=True)
         inputs.token_ids.zero_()
-        decode(inputs, state, None)
+        decode(model, inputs, state, None)
     state.reset()
     return state
