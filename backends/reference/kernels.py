@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusion.backends.reference.attention import paged_attention
 from fusion.backends.reference.cache import kv_cache_write
+from fusion.backends.reference.lowering import lowering
 from fusion.backends.reference.prologue import (
     qk_norm_rope,
     qk_norm_rope_kv_cache,
@@ -27,6 +28,7 @@ KERNELS = tuple(
         fn=fn,
         requires=Requires((KVLayout(("NHD", "SHUFFLE")),)),
         backend="reference",
+        lowering=None if op == "paged_attention" else lowering(op),
     )
     for op, fn in _FUNCTIONS.items()
 )

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fusion.graph.dispatch import below_autograd
+from fusion.graph.lowerings import install, offer
 from fusion.ops.checks import check
 from fusion.ops.dispatch import choose
-from fusion.ops.schema import NAMESPACE, SCHEMAS, Signature
+from fusion.ops.schema import NAMESPACE, SCHEMAS, Signature, opaque_schema
 
 # Inductor must hand over exactly the strides that the gate saw when the kernel was chosen.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -43,17 +44,32 @@ def _empty_results(op: str, a: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tens
 
 def _register(op: str) -> tuple[Any, Signature]:
     _library.define(op + SCHEMAS[op], tags=_TAGS)
-    overload = getattr(getattr(torch.ops, NAMESPACE), op).default
-    signature = Signature(op, overload._schema)
+    _library.define(f"{op}.opaque{opaque_schema(op)}", tags=_TAGS)
+    packet = getattr(getattr(torch.ops, NAMESPACE), op)
+    signature = Signature(op, packet.default._schema)
+
+    def lowering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return choose(op, signature.bind(args, kwargs)).lowering
+
+    offer(packet.default, packet.opaque, lowering)
+    _implement(op, packet.default, signature)
+    _implement(f"{op}.opaque", packet.opaque, Signature(op, packet.opaque._schema))
+    return packet.default, signature
+
+
+def _implement(name: str, overload: Any, signature: Signature) -> None:
+    """The three registrations of one overload: every device, fake, autograd."""
+    op = signature.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(args, kwargs)
         check(op, arguments)
         kernel = choose(op, arguments)
-        positional, keyword = signature.split(arguments)
+        positional, keyword = SIGNATURES[op].split(arguments)
         return kernel.fn(*positional, **keyword)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
+        install()
         arguments = signature.bind(args, kwargs)
         check(op, arguments)
         return _empty_results(op, arguments)
@@ -61,23 +77,22 @@ def _register(op: str) -> tuple[Any, Signature]:
     def autograd(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(args, kwargs)
         if torch.is_grad_enabled():
-            for name, value in arguments.items():
+            for argument, value in arguments.items():
                 if isinstance(value, Tensor) and value.requires_grad:
                     raise RuntimeError(
-                        f"fusion.ops.{op} is for inference only, but its argument {name!r} "
+                        f"fusion.ops.{op} is for inference only, but its argument {argument!r} "
                         "requires grad; call it under torch.no_grad() or detach the argument"
                     )
         with below_autograd():
             result = overload(*args, **kwargs)
-        for name in signature.mutated:
+        for argument in signature.mutated:
             # Below autograd nobody else records that the cache was written in place.
-            torch.autograd.graph.increment_version(arguments[name])
+            torch.autograd.graph.increment_version(arguments[argument])
         return result
 
-    _library.impl(op, run, "CompositeExplicitAutograd")
-    _library.impl(op, autograd, "Autograd")
-    torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
-    return overload, signature
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 _registered: dict[str, tuple[Any, Signature]] = {op: _register(op) for op in SCHEMAS}

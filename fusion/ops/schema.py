@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,16 @@ SCHEMAS: Mapping[str, str] = {
 }
 
 OPERATIONS = tuple(SCHEMAS)
+
+
+def opaque_schema(op: str) -> str:
+    """The schema of the overload ``opaque``: the same arguments, all positional.
+
+    Inductor's fallback takes the operator itself by the keyword ``kernel``, so a call that is to
+    stay a call must not carry an argument of that name by keyword (torch 2.13,
+    ``FallbackKernel.create``). Only :mod:`fusion.graph.lowerings` makes such calls.
+    """
+    return re.sub(r'=("[^"]*"|[^,)]*)', "", SCHEMAS[op]).replace("*, ", "")
 
 
 class Signature:

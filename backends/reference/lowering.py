@@ -1,0 +1,107 @@
+"""The reference operations as Inductor code: traced, then run as ATen lowerings.
+
+Only the copy into the cache is spelled here, because it must happen in place; everything else is
+the reference itself. So a compiled call costs what the same lines in the model would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.backends.reference import prologue
+from fusion.backends.reference.cache import plan_write
+from fusion.graph.lowerings import Decline, examples, inline, put_rows
+
+_WRITE = ("key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
+
+
+def _positional(op: str) -> tuple[str, ...]:
+    rope = ("cos", "sin", "positions")
+    weights = ("q_weight", "k_weight")
+    return {
+        "kv_cache_write": ("key", "value", *_WRITE),
+        "rope_kv_cache": ("query", "key", "value", *rope, *_WRITE),
+        "qk_norm_rope_kv_cache": ("query", "key", "value", *weights, *rope, *_WRITE),
+        "qk_norm_rope": ("query", "key", *weights, *rope),
+    }[op]
+
+
+def lowering(op: str) -> Callable[..., Any]:
+    """The Inductor lowering of one operation of the reference.
+
+    Raises (when called):
+        fusion.graph.lowerings.Decline: off the CPU, or where the reference cannot be traced.
+    """
+    names = _positional(op)
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        fake_args, fake_kwargs = examples()
+        fakes = {**dict(zip(names, fake_args, strict=True)), **fake_kwargs}
+        values = {**dict(zip(names, args, strict=True)), **kwargs}
+        fakes.pop("kernel", None)
+        return _lower(op, values, fakes)
+
+    return lower
+
+
+def _lower(op: str, values: Mapping[str, Any], fakes: Mapping[str, Any]) -> Any:
+    tensors = [name for name, fake in fakes.items() if isinstance(fake, Tensor)]
+    rest = {name: fake for name, fake in fakes.items() if not isinstance(fake, Tensor)}
+    if any(fakes[name].device.type != "cpu" for name in tensors):
+        raise Decline("on a GPU the reference is not chosen for speed")
+
+    def functional(*given: Tensor) -> Any:
+        return _functional(op, {**dict(zip(tensors, given, strict=True)), **rest})
+
+    key = (op, tuple(tensors), tuple(sorted((k, str(v)) for k, v in rest.items())))
+    result, plan = inline(
+        functional, [values[n] for n in tensors], [fakes[n] for n in tensors], key
+    )
+    if plan is not None:
+        source, key_index, key_rows, value_index, value_rows = plan
+        layout = fakes["kv_layout"]
+        put_rows(_view(values["key_cache"], layout, _KEY_DIMS), key_index, key_rows, source)
+        put_rows(_view(values["value_cache"], layout, _VALUE_DIMS), value_index, value_rows, source)
+    return result
+
+
+_KEY_DIMS = (0, 3, 1, 2, 4)
+_VALUE_DIMS = (0, 2, 4, 1, 3)
+
+
+def _view(cache: Any, layout: str, dims: tuple[int, ...]) -> Any:
+    """:func:`fusion.backends.reference.cache.key_view` or ``value_view``, on IR."""
+    if layout != "SHUFFLE":
+        return cache
+    from torch._inductor.lowering import lowerings
+
+    return lowerings[torch.ops.aten.permute.default](cache, dims)
+
+
+def _functional(op: str, a: dict[str, Any]) -> tuple[Any, Any]:
+    """What the operation returns, and what is left to copy (None for nothing)."""
+    layout = a.pop("kv_layout", "NHD")
+    return_key = a.pop("return_key", False)
+    write = {name: a.pop(name, None) for name in _WRITE}
+    value = a.pop("value", None)
+    if op == "kv_cache_write":
+        result, key = None, a["key"]
+    elif op == "rope_kv_cache":
+        result = prologue.rope_qk(**a)
+        key = result[1]
+    else:
+        result = prologue.qk_norm_rope(**a)
+        key = result[1]
+    if op == "qk_norm_rope":
+        return result, None
+    plan = None
+    if write["slot_mapping"].shape[0] != 0:
+        made = plan_write(key, value, **write, kv_layout=layout)
+        plan = (made.source, made.key_index, made.key_rows, made.value_index, made.value_rows)
+    if result is not None and not return_key:
+        result = (result[0], key.new_empty((0, *key.shape[1:])))
+    return result, plan

@@ -1,0 +1,251 @@
+"""How a canonical operation becomes Inductor code: the one named place.
+
+:func:`install` gives an operation a lowering that asks for the kernel of the call at hand. A kernel
+with a lowering of its own is compiled into the graph; any other call stays a call of the
+operation.
+
+A kernel's lowering is called like its ``fn``, all arguments given, with Inductor's IR in the place
+of tensors. It returns IR or, before it has touched the graph, raises :class:`Decline`.
+:func:`examples` gives it the fake tensors of the call, :func:`inline` runs plain torch code as
+Inductor lowerings, and :func:`put_rows` copies rows into a cache in place.
+
+Private names of ``torch._inductor`` are used throughout. Run on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+Lowering = Callable[..., Any]
+
+
+class Decline(Exception):
+    """A kernel's lowering has no native code for this call. Raised before any IR is made."""
+
+
+Choose = Callable[[tuple[Any, ...], Mapping[str, Any]], "Lowering | None"]
+
+_pending: dict[Any, tuple[Any, Choose]] = {}
+_installed: set[Any] = set()
+_traces: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def offer(overload: Any, opaque_overload: Any, choose: Choose) -> None:
+    """Registers an operation's choice of lowering, to be installed when Inductor is there.
+
+    Args:
+        overload: the operation.
+        opaque_overload: the same with all arguments positional; stands in the compiled code where
+            the call stays a call.
+        choose: given the fake arguments of a call, the lowering of its kernel, or None.
+    """
+    _pending[overload] = (opaque_overload, choose)
+
+
+def install(force: bool = False) -> None:
+    """Installs all offered lowerings; without ``force`` only if Inductor is imported already.
+
+    Importing ``torch._inductor`` takes a second, and tracing happens before lowering: the fake
+    implementations call this, so that whoever compiles with Inductor gets the lowerings, and
+    whoever does not pays nothing.
+    """
+    if not force and "torch._inductor.lowering" not in sys.modules:
+        return
+    missing = [op for op in _pending if op not in _installed]
+    if not missing:
+        return
+    from torch._inductor import lowering
+
+    table: dict[Any, Any] = lowering.lowerings
+    for overload in missing:
+        table[overload] = _dispatcher(overload, *_pending[overload])
+        _installed.add(overload)
+
+
+def _dispatcher(overload: Any, opaque_overload: Any, choose: Choose) -> Lowering:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        fake_args, fake_kwargs = examples()
+        native = choose(fake_args, fake_kwargs)
+        full_args, full_kwargs = _complete(overload, args, kwargs)
+        if native is not None:
+            try:
+                return native(*full_args, **{k: v for k, v in full_kwargs.items() if k != "kernel"})
+            except Decline:
+                pass
+        return _opaque(
+            opaque_overload,
+            (*full_args, *full_kwargs.values()),
+            (*fake_args, *fake_kwargs.values()),
+        )
+
+    return lower
+
+
+def _complete(
+    overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments with the defaults that the graph leaves out."""
+    arguments = overload._schema.arguments
+    positional = list(args)
+    for a in [a for a in arguments if not a.kwarg_only][len(args) :]:
+        positional.append(kwargs.get(a.name, a.default_value))
+    keyword = {a.name: kwargs.get(a.name, a.default_value) for a in arguments if a.kwarg_only}
+    return tuple(positional), keyword
+
+
+def _opaque(overload: Any, args: Sequence[Any], fakes: Sequence[Any]) -> Any:
+    """A call of the operation itself, with exactly the strides that the gate saw.
+
+    Arguments that are written are handed over as they are: a copy of a cache would be written
+    instead of the cache.
+    """
+    from torch._inductor import lowering
+
+    private: Any = lowering  # its functions have no type annotations
+    constrained, _ = private.constrain_to_fake_tensors(tuple(args), {}, tuple(fakes), {})
+    final = [
+        old if a.alias_info is not None and a.alias_info.is_write else new
+        for a, old, new in zip(overload._schema.arguments, args, constrained, strict=True)
+    ]
+    return private.fallback_handler(overload, add_to_fallback_set=False)(*final)
+
+
+def examples() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The fake arguments of the call that is being lowered, defaults included.
+
+    Raises:
+        Decline: a node has no metadata.
+    """
+    from torch._inductor.virtualized import V
+
+    node = V.graph.current_node
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, Node):
+            return x
+        if "val" not in x.meta:
+            raise Decline(f"{x} has no metadata")
+        return x.meta["val"]
+
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+    return _complete(node.target, args, kwargs)
+
+
+def inline(
+    function: Callable[..., Any],
+    values: Sequence[Any],
+    fakes: Sequence[torch.Tensor],
+    key: Hashable = None,
+) -> Any:
+    """Runs ``function(*tensors)`` as Inductor lowerings, as if it stood in the graph.
+
+    Args:
+        function: functional torch code. Traced with ``fakes``, decomposed as Inductor does.
+        values: IR of the tensors.
+        fakes: the same tensors as fake tensors; sizes may be symbolic.
+        key: equal keys in one graph share a trace; must cover whatever ``function`` closes over
+            (shapes, strides and dtypes of ``fakes`` are added here). None = no sharing.
+
+    Returns:
+        What ``function`` returns, with IR in the place of tensors.
+
+    Raises:
+        Decline: it cannot be traced.
+    """
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    shared = _traces.setdefault(graph, {})
+    full_key = (key, tuple(_meta_key(f) for f in fakes))
+    traced = shared.get(full_key) if key is not None else None
+    if traced is None:
+        traced = _trace(function, fakes)
+        if key is not None:
+            shared[full_key] = traced
+    module, result = traced
+    inputs = iter(values)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            graph.env[node] = next(inputs)
+        else:
+            graph.env[node] = graph.run_node(node)
+    return pytree.tree_map_only(Node, lambda n: graph.env[n], result)
+
+
+def _meta_key(fake: torch.Tensor) -> Hashable:
+    return (
+        tuple(str(s) for s in fake.shape),
+        tuple(str(s) for s in fake.stride()),
+        fake.dtype,
+        fake.device,
+    )
+
+
+def _trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[GraphModule, Any]:
+    """The function's ATen nodes without an output node, and its result as nodes of that graph.
+
+    Without output node because Inductor would give each output a buffer with eager's strides, and
+    these are not outputs of anything.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    spec: Any = None
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal spec
+        leaves, spec = pytree.tree_flatten(function(*tensors))
+        return leaves
+
+    try:
+        with torch.no_grad(), enable_python_dispatcher(), V.fake_mode:
+            module = make_fx(flat, select_decomp_table(), tracing_mode="real")(*fakes)
+    except Exception as error:  # whatever stands in the way, the opaque call is right
+        raise Decline(f"cannot trace: {type(error).__name__}: {error}") from error
+    graph = module.graph
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        known = node.op in ("placeholder", "output") or (
+            node.op == "call_function"
+            and (node.target in lowerings or not isinstance(node.target, torch._ops.OpOverload))
+        )
+        if not known:
+            raise Decline(f"Inductor has no lowering for {node.format_node()}")
+    output = graph.output_node()
+    leaves = list(output.args[0])  # type: ignore[arg-type]
+    graph.erase_node(output)
+    return module, pytree.tree_unflatten(leaves, spec)
+
+
+def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any) -> None:
+    """``view[index] = cat(rows, held)[source]`` in place, with no buffer of the view's size.
+
+    Args:
+        view: IR of a cache, any view of a buffer.
+        index: int64 IR ``[N]``, indices into the leading dimensions of ``view``.
+        rows: IR ``[T, ...]`` in the view's dtype; ``held``, what the view holds at the first index,
+            becomes row T.
+        source: int64 IR ``[N]``, 0 to T.
+
+    The rows go through a buffer of T + 1 rows by pure copies, which keep the bits of NaNs;
+    selecting in registers would pass bfloat16 through float32 and change them.
+    """
+    from torch._inductor import ir, lowering
+
+    private: Any = lowering
+    lowerings, aten = private.lowerings, torch.ops.aten
+    first = [lowerings[aten.slice.Tensor](i, 0, 0, 1) for i in index]
+    held = lowerings[aten.index.Tensor](view, first)
+    table = ir.TensorBox(ir.ConcatKernel.create([rows, held], 0))
+    picked = lowerings[aten._unsafe_index.Tensor](table, [source])
+    private.index_put_impl_(view, list(index), picked, False, check=True, may_realize=False)
