@@ -51,6 +51,9 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
         facts=facts,
         nodes=_unique(nodes),
         depth=miss.depth,
+        # A mutated buffer that gets no slots (a convolution's state, say) is listed, but nothing
+        # was to be fused there; a rotated key that ends in no slot write has its own site.
+        applicable=reason.code != "match.cache-write",
     )
 
 
