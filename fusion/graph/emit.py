@@ -216,7 +216,11 @@ class Emitter:
     def slots(self, slots: SlotsLike, plane: PlaneLike) -> Node:
         """The canonical slot of every row, int64 (or as it is for a slot mapping), ``[N]``."""
         blocks, page = plane.size[:2]
-        key = ("slots", slots.node, slots.offset, slots.kind, str(slots.batch), str((blocks, page)))
+        what: tuple[Any, ...] = (slots.node, slots.offset)
+        if slots.kind == "range":
+            start: Any = getattr(slots, "start", 0)
+            what = (start if isinstance(start, Node) else str(start), str(slots.length))  # type: ignore[attr-defined]
+        key = ("slots", *what, slots.kind, str(slots.batch), str((blocks, page)))
         return self.once(key, lambda: self._slots(slots, blocks, page))
 
     def _slots(self, slots: SlotsLike, blocks: Any, page: Any) -> Node:
@@ -243,9 +247,11 @@ class Emitter:
 
     def _range(self, slots: Any, blocks: Any, page: Any) -> Node:
         """Positions ``start`` to ``start + length`` of every block."""
-        write = slots.node
-        before = write
-        device = write.meta["val"].device
+        device = slots.node.meta["val"].device
+        if isinstance(slots.start, Node):
+            before = self._behind(slots.start)
+        else:
+            before = self._behind(next(iter(self.graph.nodes)))
         steps = self._iota(slots.length, device, before)
         if not (isinstance(slots.start, int) and slots.start == 0):
             start = self.size(slots.start, before)

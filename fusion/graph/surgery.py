@@ -143,13 +143,15 @@ class _Surgeon:
         self.tokens = tokens if tokens is not None else key
         self.anchor = anchor
         self._main: dict[int, Node] = {}
+        self._orphans: list[Node] = []
         self.replaced: list[Node] = [v.node for views in outputs.values() for v in views]
         if write is not None:
             self.replaced += [*write.results, *getattr(write, "views", {})]
 
     def dead(self) -> list[Node]:
         """Where erasing starts."""
-        return [*self.replaced, *(self.write.nodes if self.write is not None else ())]
+        written = self.write.nodes if self.write is not None else ()
+        return [*self.replaced, *written, *self._orphans]
 
     def operate(self) -> Node:
         """Everything up to, and not including, erasing; returns the new call."""
@@ -167,7 +169,6 @@ class _Surgeon:
             before = before.next
         self._refuse_impure(before)
         call, returns, contents = self._call(values, before)
-        fresh = [call]
         keep: dict[Node, Node] = {}
         for index, views in self.outputs.items():
             got = self._item(call, index, before) if returns != 1 or self._wraps() else call
@@ -179,9 +180,8 @@ class _Surgeon:
         for old, new in keep.items():
             if old is not new:
                 self.change.replace_uses(old, new, keep=self._dying)
-        fresh += self.change.created
-        self._order(fresh, before)
-        self._refresh([n for n in keep.values()])
+        self._order(call)
+        self._refresh(list(keep.values()))
         self._verify(call, keep)
         return call
 
@@ -196,8 +196,9 @@ class _Surgeon:
             elif isinstance(given, PlaneLike):
                 found.append(given.base)
             elif isinstance(given, SlotsLike):
-                if given.kind != "range":
-                    found.append(given.node)
+                first = getattr(given, "start", None) if given.kind == "range" else given.node
+                if isinstance(first, Node):
+                    found.append(first)
                 if given.offset is not None:
                     found.append(given.offset)
             elif isinstance(given, (TokenViewLike, TableLike)):
@@ -372,6 +373,7 @@ class _Surgeon:
         main = {index: node for node, index in write.results.items()}
         main.update(getattr(write, "final", {}))
         for index, node in main.items():
+            self._orphans += node.all_input_nodes
             self.change.set_call(node, operator.getitem, (call, returns + index), "getitem")
             self.change.set_meta(node, {**node.meta, "val": contents[index]})
             keep[node] = node
@@ -457,35 +459,26 @@ class _Surgeon:
                     )  # fmt: skip
             node = node.next
 
-    def _order(self, fresh: list[Node], before: Node) -> None:
+    def _order(self, call: Node) -> None:
         """Move what depends on the new values behind them, keeping its order."""
-        call = fresh[0]
-        late: set[Node] = {n for n in fresh if not n < call}
-        late |= set(self._main.values())
-        users = [u for n in late for u in n.users] + list(self._main.values())
-        if not users:
-            return
-        node = min(users)
-        moving: list[Node] = []
+        last = call
+        for node in self._main.values():
+            self.change.move(node, last)
+            last = node
         created = set(self.change.created)
-        while node is not before:
-            if node not in created and (
-                node in late or any(i in late for i in node.all_input_nodes)
-            ):
+        late = {n for n in created if not n < call} | set(self._main.values())
+        users = [u for n in late for u in n.users if u < call]
+        moving: list[Node] = []
+        node = min(users, default=call)
+        while node is not call:
+            if node not in created and any(i in late for i in node.all_input_nodes):
                 late.add(node)
                 moving.append(node)
             node = node.next
-        # Outputs of the call first: views of a content were made before it got its place.
-        first = [n for n in moving if n in set(self._main.values())]
-        last = call
-        for node in first:
+        last = latest([call, *created, *self._main.values()])
+        for node in moving:
             self.change.move(node, last)
             last = node
-        last = before.prev
-        for node in moving:
-            if node not in first:
-                self.change.move(node, last)
-                last = node
 
     def _refresh(self, changed: list[Node]) -> None:
         """Views of exchanged values get metadata of the new storage and strides.

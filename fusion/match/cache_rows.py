@@ -8,7 +8,7 @@ The canonical form is rows ``[tokens, heads, dim]`` written to an NHD plane
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fusion.match import cache_view as cv
 from fusion.match.cache_trace import RawWrite, Trace
+from fusion.match.cache_value import source_of
 from fusion.match.cache_view import Region, Size
 from fusion.match.facts import Slots, TokenView
 from fusion.reason import Reason
@@ -26,9 +27,10 @@ class RangeSlots(Slots):
     """A contiguous range of positions, ``start`` to ``start + length``, in each block.
 
     There is no slot tensor in the graph: ``node`` is the write itself, kind is ``range``.
+    ``start`` is a number, a SymInt or the node of one; it is not negative.
     """
 
-    start: Size = 0
+    start: Size | Node = 0
     length: Size = 0
 
 
@@ -102,7 +104,96 @@ def read_rows(trace: Trace, write: RawWrite) -> Rows | Reason | None:
     if name == "aten::index_copy":
         indices: list[Any] = [None] * (a["dim"] % len(region.size)) + [a["index"]]
         return _index_put(trace, write, indices, a["source"])
+    if name == "aten::scatter":
+        return _scatter(trace, write, a)
+    if name == "aten::slice_scatter":
+        return _slice(trace, write, a)
     return _no(write, f"{name} into a cache is not read as a slot write")
+
+
+def _scatter(trace: Trace, write: RawWrite, a: dict[str, Any]) -> Rows | Reason | None:
+    """``scatter(dim, index, src)`` with a slot vector expanded over all other dimensions."""
+    d = a["dim"] % len(write.region.size)
+    source = a.get("src")
+    if not isinstance(source, Node) or a.get("reduce") is not None:
+        return _no(write, "scatter of a constant, or with a reduction")
+    vector = _expanded_along(a["index"], d)
+    if vector is None:
+        return _no(write, "the scatter index differs between heads or elements")
+    shape = tuple(a["index"].meta["val"].shape)
+    others = [i for i in range(len(shape)) if i != d]
+    whole = all(cv.equal(shape[i], write.region.size[i]) for i in others)
+    if not whole or not cv.all_equal(shape, tuple(source.meta["val"].shape)):
+        return _no(write, "the scatter does not write whole rows")
+    return _index_put(trace, write, [None] * d + [vector], source)
+
+
+def _expanded_along(index: Any, dim: int) -> Node | None:
+    """The 1-D node that an index repeats in every dimension but ``dim``."""
+    node, axis = index, dim
+    while isinstance(node, Node) and node.op == "call_function":
+        if node.meta["val"].dim() == 1:
+            break
+        name, source = cv.op_name(node), node.args[0]
+        if not isinstance(source, Node):
+            return None
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        if name == "aten::expand":
+            axis -= len(after) - len(before)
+            if axis < 0 or not cv.equal(before[axis], after[axis]):
+                return None
+        elif name == "aten::clone":
+            pass
+        elif name == "aten::unsqueeze":
+            added = int(node.args[1]) % len(after)  # type: ignore[arg-type]
+            if added == axis:
+                return None
+            axis -= added < axis
+        elif name in ("aten::view", "aten::reshape"):
+            wide = [i for i, n in enumerate(before) if not cv.equal(n, 1)]
+            if len(wide) != 1 or not cv.equal(before[wide[0]], after[axis]):
+                return None
+            axis = wide[0]
+        else:
+            return None
+        node = source
+    if not isinstance(node, Node) or node.meta["val"].dim() != 1:
+        return None
+    return node
+
+
+def _slice(trace: Trace, write: RawWrite, a: dict[str, Any]) -> Rows | Reason | None:
+    """``view[..., start : start + T, ...] = values`` with numbers for start and T."""
+    region = write.region
+    d = a["dim"] % len(region.size)
+    values = _uncopied(a["src"])
+    if a["step"] != 1:
+        return _no(write, "the written positions have a step")
+    length = values.meta["val"].shape[d]
+    start = 0 if a["start"] is None else a["start"]
+    number = cv.number(start)
+    if cv.known(number < 0):
+        start = number = number + region.size[d]
+    if not cv.known(number >= 0):
+        return _no(write, "the first written position may be negative")
+    rest = [i for i in range(len(region.size)) if i != d]
+    layout = [("t", 0) if i == d else ("r", i) for i in range(len(region.size))]
+    expected = [length if i == d else n for i, n in enumerate(region.size)]
+    slots = RangeSlots(write.node, "range", None, None, start, length)
+    return finish(trace, write, values, layout, expected, rest, [d], slots)
+
+
+def _uncopied(values: Node) -> Node:
+    """``aten.copy(old, new)`` is the new value, where it only converts nothing."""
+    while cv.op_name(values) == "aten::copy":
+        source = values.args[1]
+        if not isinstance(source, Node):
+            break
+        old, new = values.meta["val"], source.meta["val"]
+        if old.dtype != new.dtype or not cv.all_equal(tuple(old.shape), tuple(new.shape)):
+            break
+        values = source
+    return values
 
 
 def _no(write: RawWrite, message: str) -> Reason:
@@ -135,7 +226,12 @@ def _index_put(
         return _no(write, "the written value is a constant")
     if len(at) > 2:
         return _no(write, "more than a block and an offset index the cache")
-    return finish(trace, write, values, layout, expected, rest, at, [indices[i] for i in at])
+    nodes = [indices[i] for i in at]
+    if len(at) == 2:
+        slots = Slots(nodes[0], "block_offset", nodes[1])
+    else:
+        slots = Slots(nodes[0], "index")
+    return finish(trace, write, values, layout, expected, rest, at, slots)
 
 
 def finish(
@@ -146,17 +242,20 @@ def finish(
     expected: list[Size],
     rest: list[int],
     at: list[int],
-    indices: list[Node],
+    slots: Slots,
 ) -> Rows | Reason | None:
     """Name the axes: ``rest`` region dimensions are (batch,) heads and dim, ``at`` are slots."""
     region = write.region
     got = tuple(values.meta["val"].shape)
+    # Leading dimensions of size one may be missing: broadcasting adds them.
+    while len(expected) > len(got) and cv.equal(expected[0], 1):
+        layout, expected = layout[1:], expected[1:]
     if len(got) != len(expected) or not all(map(_fills, got, expected)):
         return Reason(
             "match.value", "the written value is broadcast, or not one row per slot",
             have=str(list(got)), need=str(expected), node=values.name,
         )  # fmt: skip
-    if not rest or len(rest) > 3:
+    if not rest or len(rest) > 3 or any(("r", i) not in layout for i in rest[-2:]):
         return _no(write, "the written view has no head and dim axes")
     dim_axis = rest[-1]
     head_axis = rest[-2] if len(rest) >= 2 else None
@@ -166,19 +265,22 @@ def finish(
             "match.cache-view", "the head dimension of the cache is not contiguous",
             have=f"stride {region.stride[dim_axis]}", need="stride 1", node=write.node.name,
         )  # fmt: skip
-    if batch_axis is not None and (len(at) != 1 or len(indices[0].meta["val"].shape) != 1):
-        return _no(write, "batched positions differ by sequence")
+    if batch_axis is not None:
+        vector = slots.kind == "range" or slots.node.meta["val"].dim() == 1
+        if len(at) != 1 or not vector:
+            return _no(write, "batched positions differ by sequence")
+        slots = replace(slots, batch=region.size[batch_axis])
     where = {entry: i for i, entry in enumerate(layout)}
-    tokens = [where["r", batch_axis]] if batch_axis is not None else []
+    tokens = [where["r", batch_axis]] if ("r", batch_axis) in where else []
     tokens += [i for i, (kind, _) in enumerate(layout) if kind == "t"]
     order = list(tokens)
     if head_axis is not None:
         order.append(where["r", head_axis])
     order.append(where["r", dim_axis])
-    source, scale, inner = _uncast(values, write.dtype)
+    source = source_of(values, write.dtype)
     if isinstance(source, Reason):
         return source
-    view = _view(source, tuple(order), len(tokens))
+    view = _view(source.node, tuple(order), len(tokens))
     if isinstance(view, Reason):
         return view
     head = (view.heads, view.dim if head_axis is None else region.stride[head_axis])
@@ -195,13 +297,12 @@ def finish(
         (blocks[1], pages[1], head[1], 1),
         region.offset,
     )
-    batch = region.size[batch_axis] if batch_axis is not None else None
-    if len(at) == 2:
-        slots = Slots(indices[0], "block_offset", indices[1])
+    key: tuple[Any, ...] = (slots.kind, structure(slots.offset), str(slots.batch))
+    if isinstance(slots, RangeSlots):
+        key += (structure(slots.start), str(slots.length))
     else:
-        slots = Slots(indices[0], "index", None, batch)
-    key = (slots.kind, *(structure(i) for i in indices), str(batch))
-    return Rows(write, view, plane, slots, scale, inner, key)
+        key += (structure(slots.node),)
+    return Rows(write, view, plane, slots, source.scale, source.inner, key)
 
 
 def _fills(have: Size, need: Size) -> bool:
@@ -225,14 +326,6 @@ def _paged(
             if cv.equal(n * m, size) and cv.equal(base.stride[outer], m * stride):
                 return (n, base.stride[outer]), (m, stride)
     return (1, size * stride), (size, stride)
-
-
-def _uncast(
-    values: Node, dtype: torch.dtype
-) -> tuple[Node | Reason, Node | None, tuple[Node, ...]]:
-    """The rows before the write's own conversion to the cache's dtype."""
-    del dtype
-    return values, None, ()
 
 
 def _broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...] | None:
