@@ -10,7 +10,6 @@ variants of the kernel, text edits listed in VARIANTS) at every shape of docs/pe
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 import importlib.util
 import multiprocessing
@@ -46,7 +45,7 @@ VARIANTS = {
 VARIANT_TILES = [(1, 8, 4), (1, 16, 4), (2, 8, 4), (8, 1, 4), (1, 4, 2), (4, 8, 8), (2, 2, 1)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def variant_kernel(name: str, folder: str):
     """The kernel with a variant's text edits applied (each edit must match)."""
     source = (ROOT / "backends/triton/prologue_kernel.py").read_text()

@@ -300,10 +300,27 @@ def random_case(rng: Any, small: bool = True) -> Case:
     )  # fmt: skip
 
 
-def runner(case: Case) -> Callable[..., Any]:
-    """The Triton back end's function for the case's operation."""
+def runner(case: Case, static: bool = False) -> Callable[..., Any]:
+    """The Triton back end's function for the case's operation; ``static``: as in compiled graphs."""
     from fusion.backends.triton import cache_write, prologue
 
+    if static:
+        tensors = prologue.TENSORS
+
+        def run(**args: Any) -> Any:
+            kept = {n: x for n, x in args.items() if n not in tensors}
+            eps = kept.pop("q_eps", 0.0), kept.pop("k_eps", 0.0)
+            kept.pop("inv_rms", None)
+            if case.op == "kv_cache_write":
+                a = cache_write.attributes(args["key"].dtype, args["kv_layout"])
+            else:
+                kept.setdefault("return_key", case.op == "qk_norm_rope")
+                kept.setdefault("norm_cast", "none")
+                a = prologue.Attributes(norm="norm" in case.op, **kept)
+            named = {n: args.get(n) for n in tensors}
+            return prologue.launch(named, a, *eps, static=True)
+
+        return run
     if case.op == "kv_cache_write":
         return cache_write.kv_cache_write
     return getattr(prologue, case.op)

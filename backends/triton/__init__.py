@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.backends.triton import paged_attention
+from fusion.backends.triton import paged_attention, prologue_kernels
 from fusion.kernel import Kernel
 
 
 def kernels() -> Sequence[Kernel]:
     """Every kernel of this backend."""
-    return (paged_attention.KERNEL,)
+    return (*prologue_kernels.KERNELS, paged_attention.KERNEL)

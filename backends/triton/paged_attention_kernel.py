@@ -49,76 +49,81 @@ def _decode(x, FP8: tl.constexpr, COMPUTE: tl.constexpr):
 def _page_ids(table, n0, hi, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr):
     """Page ids of the keys n0 .. n0+N-1 (one scalar if a tile lies within a page).
 
-    Entries at or past the page of key ``hi - 1`` are not read: they may not exist.
+    n0 is a multiple of N. Entries at or past the page of key ``hi - 1`` are not read: they may
+    not exist.
     """
+    n = tl.arange(0, N)
     if ONE:
         return tl.load(table + n0 // PAGE, mask=n0 < hi, other=0)
+    elif N % PAGE == 0:
+        return tl.load(table + n0 // PAGE + n // PAGE, mask=n < hi - n0, other=0)
     else:
-        n = n0 + tl.arange(0, N)
-        return tl.load(table + n // PAGE, mask=n < hi, other=0)
+        return tl.load(table + (n0 + n) // PAGE, mask=n < hi - n0, other=0)
 
 
 @triton.jit
-def _offsets(
-    pages, n0, s_block, s_token, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr,
-    X: tl.constexpr,
+def _tile(
+    ptr, pages, n0, lo, hi, s_block, s_token, s_x, MASKED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr,
+    KX: tl.constexpr, VX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Element offset of each key's row in the cache, 64 bits (a block may start past 2**31).
+    """Rows n0 .. n0+N-1 of K or V, [N, BLOCK_D]; zeros outside ``lo <= n < hi`` where MASKED.
 
-    X > 0: V of the shuffled layout, where X consecutive tokens are innermost.
+    KX, VX: elements that the shuffled layout keeps together (along D for K, along tokens for V),
+    0 otherwise. Block offsets have 64 bits: a block may start past 2**31 elements; offsets within
+    a block have 32 unless WIDE. What does not change from tile to tile comes first, so that the
+    compiler moves it out of the loop.
     """
-    if ONE:
-        slot = n0 % PAGE + tl.arange(0, N)
-    else:
-        slot = (n0 + tl.arange(0, N)) % PAGE
-    block = pages.to(tl.int64) * s_block
-    if X > 0:
-        return block + (slot // X).to(tl.int64) * s_token + slot % X
-    else:
-        return block + slot.to(tl.int64) * s_token
-
-
-@triton.jit
-def _attend(
-    q, acc, m, den, pages, n0, lo, hi, q_pos, k_ptr, v_ptr,
-    k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap, window_left, window_right,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ONE: tl.constexpr,
-    X: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys: scores, running softmax, weighted values.
-
-    q [M, BLOCK_D], acc [M, BLOCK_DV] f32, m (running maximum of base-2 scores) and den (running
-    sum) [M] f32. MASKED tiles load nothing outside ``lo <= n < hi``: V too, since a zero
-    probability times a NaN of a page tail would still be NaN.
-    """
-    n = n0 + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, N)
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-
-    k_rows = _offsets(pages, n0, k_sb, k_st, PAGE, BLOCK_N, ONE, 0)
-    if X > 0:
-        k_cols = (d // X) * k_sx + d % X
-        v_cols = dv * v_sx
+    if ONE or N % PAGE != 0:
+        slot = n0 % PAGE + n
+        if not ONE:
+            slot = slot % PAGE
     else:
-        k_cols = d
-        v_cols = dv
-    k_at = k_ptr + k_rows[:, None] + k_cols[None, :]
+        slot = n % PAGE
+    if WIDE:
+        slot = slot.to(tl.int64)
+    if VX > 0:
+        rows = (slot // VX) * s_token + slot % VX
+    else:
+        rows = slot * s_token
+    if KX > 0:
+        cols = (d // KX) * s_x + d % KX
+    elif VX > 0:
+        cols = d * s_x
+    else:
+        cols = d
+    block = pages.to(tl.int64) * s_block
+    if ONE:
+        at = (ptr + block) + (rows[:, None] + cols[None, :])
+    else:
+        at = (ptr + (rows[:, None] + cols[None, :])) + block[:, None]
     if MASKED:
-        inside = (n >= lo) & (n < hi)
-        k = tl.load(k_at, mask=inside[:, None] & (d < D)[None, :], other=0)
+        inside = (n >= lo - n0) & (n < hi - n0)
+        return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
     elif D != BLOCK_D:
-        k = tl.load(k_at, mask=(d < D)[None, :], other=0)
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
     else:
-        k = tl.load(k_at)
-    qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
+        return tl.load(at)
 
+
+@triton.jit
+def _soften(
+    qk, m, den, n0, lo, hi, q_pos, qk_scale, cap_scale, softcap, window_left, window_right,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Running softmax in base 2: probabilities [M, N], factor for what was summed so far, m, den.
+
+    m is the running maximum of the scores, den the running sum, both f32 [M].
+    """
     if SOFTCAP:
         # cap * tanh(x), tanh(x) = 1 - 2 / (1 + e**2x): right at both infinities
         qk = (1.0 - 2.0 / (1.0 + tl.exp2(qk * cap_scale))) * softcap
     if MASKED:
-        see = inside[None, :]
+        n = n0 + tl.arange(0, N)
+        see = ((n >= lo) & (n < hi))[None, :]
         if CAUSAL:
             see = see & (n[None, :] <= q_pos[:, None])
         if LEFT:
@@ -142,19 +147,36 @@ def _attend(
             m_new = tl.maximum(m, tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-    den = den * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
+    return p, alpha, m_new, den * alpha + tl.sum(p, 1)
 
-    v_rows = _offsets(pages, n0, v_sb, v_st, PAGE, BLOCK_N, ONE, X)
-    v_at = v_ptr + v_rows[:, None] + v_cols[None, :]
-    if MASKED:
-        v = tl.load(v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0)
-    elif DV != BLOCK_DV:
-        v = tl.load(v_at, mask=(dv < DV)[None, :], other=0)
-    else:
-        v = tl.load(v_at)
+
+@triton.jit
+def _attend(
+    q, acc, m, den, pages, n0, lo, hi, q_pos, k_ptr, v_ptr,
+    k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap, window_left, window_right,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ONE: tl.constexpr,
+    X: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: scores, running softmax, weighted values.
+
+    q [M, BLOCK_D], acc [M, BLOCK_DV] f32. MASKED tiles load nothing outside ``lo <= n < hi``: V
+    too, since a zero probability times a NaN of a page tail would still be NaN.
+    """
+    k = _tile(k_ptr, pages, n0, lo, hi, k_sb, k_st, k_sx, MASKED, D, BLOCK_D, PAGE, BLOCK_N, ONE,
+              X, 0, WIDE)  # fmt: skip
+    qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
+    p, alpha, m, den = _soften(
+        qk, m, den, n0, lo, hi, q_pos, qk_scale, cap_scale, softcap, window_left, window_right,
+        MASKED, CAUSAL, LEFT, RIGHT, SOFTCAP, BLOCK_N,
+    )  # fmt: skip
+    acc = acc * alpha[:, None]
+    v = _tile(v_ptr, pages, n0, lo, hi, v_sb, v_st, v_sx, MASKED, DV, BLOCK_DV, PAGE, BLOCK_N,
+              ONE, 0, X, WIDE)  # fmt: skip
     acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc, input_precision=PRECISION)
-    return acc, m_new, den
+    return acc, m, den
 
 
 @triton.jit(do_not_specialize=[
@@ -170,9 +192,9 @@ def paged_attention_kernel(
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SPLIT: tl.constexpr,
-    X: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    X: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row block over one split of the keys.
 
@@ -283,17 +305,49 @@ def paged_attention_kernel(
                 q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
                 k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
                 window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
+                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
             )  # fmt: skip
-    for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
-        here = pages
-        pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-        acc, m, den = _attend(
-            q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
-            k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
-            window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
-        )  # fmt: skip
+    if AHEAD:
+        # The scores of the next tile are computed while this one is softened. (The scaling is
+        # the use of ``ahead`` within the iteration without which the compiler lets the product
+        # run across the loop's end and then serialises all of them.)
+        if full_begin < full_end:
+            k = _tile(k_base, pages, full_begin, lo, end, k_sb, k_st, k_sx, False, D, BLOCK_D,
+                      PAGE, BLOCK_N, ONE, X, 0, WIDE)  # fmt: skip
+            qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
+            qk = qk * qk_scale
+            here = pages
+            pages = _page_ids(table, full_begin + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+            for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
+                # past the last full tile this reads what the tail will read, or page 0
+                k = _tile(k_base, pages, n0 + BLOCK_N, lo, end, k_sb, k_st, k_sx, False, D,
+                          BLOCK_D, PAGE, BLOCK_N, ONE, X, 0, WIDE)  # fmt: skip
+                ahead = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
+                p, alpha, m, den = _soften(
+                    qk, m, den, n0, lo, end, q_pos, 1.0, cap_scale, softcap,
+                    window_left, window_right, False, CAUSAL, LEFT, RIGHT, False, BLOCK_N,
+                )  # fmt: skip
+                acc = acc * alpha[:, None]
+                v = _tile(v_base, here, n0, lo, end, v_sb, v_st, v_sx, False, DV, BLOCK_DV, PAGE,
+                          BLOCK_N, ONE, 0, X, WIDE)  # fmt: skip
+                acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc,
+                             input_precision=PRECISION)  # fmt: skip
+                # (maximum: a value handed on as it is would count as carried over two iterations,
+                # and the compiler would not pipeline the loop; page ids are not negative)
+                here = tl.maximum(pages, 0)
+                pages = _page_ids(table, n0 + 2 * BLOCK_N, end, PAGE, BLOCK_N, ONE)
+                qk = ahead * qk_scale
+            pages = here
+    else:
+        for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
+            here = pages
+            pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+            acc, m, den = _attend(
+                q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
+                k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
+                window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
+                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
+            )  # fmt: skip
     for n0 in tl.range(full_end, end, BLOCK_N, num_stages=1):
         here = pages
         pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
@@ -301,7 +355,7 @@ def paged_attention_kernel(
             q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
             k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
             window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, FP8, COMPUTE, PRECISION,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
         )  # fmt: skip
 
     # den == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
@@ -321,38 +375,49 @@ def paged_attention_kernel(
     tl.store(out_ptr + row[:, None] * DV + dv[None, :], out, mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "total_rows"])
 def combine_kernel(
-    part_ptr, lse_ptr, out_ptr, starts_ptr, num_seqs, num_splits,
-    HQ: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, starts_ptr, num_seqs, num_splits, total_rows,
+    HQ: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = sum_s 2**lse_s * part_s / sum_s 2**lse_s, one program per (token, head) row.
+    """out[row] = sum_s 2**lse_s * part_s / sum_s 2**lse_s for ROWS (token, head) rows a program.
 
     part f32 [T*Hq, num_splits, DV], lse f32 [T*Hq, num_splits]; rows of no request yield zeros.
-    The order of the sum is fixed, so the result has the same bits each time.
+    The order of the sum is fixed, so the result has the same bits each time. All loads are
+    independent of each other: this kernel is nothing but latency.
     """
-    row = tl.program_id(0).to(tl.int64)
-    token = row // HQ
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = tl.arange(0, BLOCK_S)
     dv = tl.arange(0, BLOCK_DV)
-    first = tl.load(starts_ptr)
-    last = tl.load(starts_ptr + num_seqs)
-    there = tl.where(token < first, 0, tl.where(token < last, num_splits, 0))
-    lse = tl.load(lse_ptr + row * num_splits + s, mask=s < there, other=NEG_INF)
-    top = tl.max(lse, 0)
+    first = tl.load(starts_ptr).to(tl.int32)
+    last = tl.load(starts_ptr + num_seqs).to(tl.int32)
+    is_row = row < total_rows
+    at = row * num_splits
+    lse = tl.load(lse_ptr + at[:, None] + s[None, :],
+                  mask=is_row[:, None] & (s < num_splits)[None, :], other=NEG_INF)  # fmt: skip
+    top = tl.max(lse, 1)
     top = tl.where(top == NEG_INF, 0.0, top)
-    total = tl.sum(tl.exp2(lse - top), 0)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    part_ptr += row * num_splits * DV
-    for s0 in range(0, num_splits, CHUNK):
+    weight = tl.exp2(lse - top[:, None])
+    total = tl.sum(weight, 1)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for s0 in tl.static_range(0, BLOCK_S, CHUNK):
         sc = s0 + tl.arange(0, CHUNK)
-        weight = tl.load(lse_ptr + row * num_splits + sc, mask=sc < there, other=NEG_INF)
-        written = (weight != NEG_INF)[:, None] & (dv < DV)[None, :]
-        part = tl.load(part_ptr + sc[:, None] * DV + dv[None, :], mask=written, other=0.0)
-        acc += tl.sum(part * tl.exp2(weight - top)[:, None], 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * DV + dv, acc, mask=dv < DV)
+        mask = is_row[:, None] & (sc < num_splits)[None, :]
+        if CHUNK < BLOCK_S:
+            lse = tl.load(lse_ptr + at[:, None] + sc[None, :], mask=mask, other=NEG_INF)
+            weight = tl.exp2(lse - top[:, None])
+        part = tl.load(
+            part_ptr + (at * DV)[:, None, None] + (sc * DV)[None, :, None] + dv[None, None, :],
+            mask=mask[:, :, None] & (dv < DV)[None, None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(part * weight[:, :, None], 1)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    token = row // HQ
+    mine = is_row & (token >= first) & (token < last)
+    acc = tl.where(mine[:, None], acc, 0.0)
+    tl.store(out_ptr + (row * DV)[:, None] + dv[None, :], acc,
+             mask=is_row[:, None] & (dv < DV)[None, :])  # fmt: skip
 
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -402,6 +467,7 @@ def launch(
     else:
         part, lse = out, out
 
+    wide = max(abs(k_strides[1]), abs(v_strides[1])) * page >= 2**31
     per_seq = geo.row_blocks * kv_heads * splits
     step = max(1, max_programs // per_seq)
     for first in range(0, batch, step):
@@ -415,14 +481,17 @@ def launch(
             HK=kv_heads, G=q_heads // kv_heads, D=head_dim, DV=value_dim, PAGE=page,
             CAUSAL=causal, LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
             SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
-            SPLIT=splits > 1, X=x, FP8=fp8, COMPUTE=_TL[compute], PRECISION=precision,
+            SPLIT=splits > 1, X=x, WIDE=wide, FP8=fp8, COMPUTE=_TL[compute], PRECISION=precision,
             BLOCK_M=geo.rows, BLOCK_N=geo.keys, BLOCK_D=geo.block_d, BLOCK_DV=geo.block_dv,
-            STAGES=geo.stages, num_warps=geo.warps, num_stages=geo.stages,
+            STAGES=geo.stages, AHEAD=geo.ahead, num_warps=geo.warps, num_stages=geo.stages,
         )  # fmt: skip
     if splits > 1:
-        combine_kernel[(tokens * q_heads,)](
-            part, lse, out, query_start_loc, batch, splits,
-            HQ=q_heads, DV=value_dim, BLOCK_S=next_power_of_2(splits), BLOCK_DV=geo.block_dv,
-            CHUNK=min(16, next_power_of_2(splits)), num_warps=4,
+        total_rows = tokens * q_heads
+        block_s = next_power_of_2(splits)
+        rows = max(1, 4096 // (block_s * geo.block_dv))
+        combine_kernel[(-(-total_rows // rows),)](
+            part, lse, out, query_start_loc, batch, splits, total_rows,
+            HQ=q_heads, DV=value_dim, ROWS=rows, BLOCK_S=block_s,
+            CHUNK=min(block_s, max(1, 8192 // geo.block_dv)), BLOCK_DV=geo.block_dv, num_warps=4,
         )  # fmt: skip
     return out

@@ -25,6 +25,7 @@ class Tiles:
     row_blocks: int
     block_d: int
     block_dv: int
+    ahead: bool = False
 
     def __str__(self) -> str:
         return (

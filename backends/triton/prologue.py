@@ -160,11 +160,10 @@ def numbers(operands: Mapping[str, Operand | None], a: Attributes, q_eps: float,
     kc = strides(key_cache, k_dims)
     vc = strides(value_cache, v_dims)
     return {
-        "q_eps": q_eps,
-        "k_eps": k_eps,
         "tokens": key.shape[0],
         "num_slots": slots.shape[0] if slots is not None else 0,
         "table_rows": cos.shape[0] if cos is not None else 1,
+        "q_eps": q_eps, "k_eps": k_eps,
         "q_st": q_st, "q_sh": q_sh, "k_st": k_st, "k_sh": k_sh, "v_st": v_st, "v_sh": v_sh,
         "cos_st": strides(cos, (0,))[0], "sin_st": strides(sin, (0,))[0],
         "kc_s0": kc[0], "kc_s1": kc[1], "kc_s2": kc[2], "kc_s3": kc[3],
@@ -174,6 +173,18 @@ def numbers(operands: Mapping[str, Operand | None], a: Attributes, q_eps: float,
 
 def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
+
+
+def pointers(tensors: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel's pointer parameters in order, from arguments (`TENSORS`) and outputs by name."""
+    names = {
+        "q_ptr": "query", "k_ptr": "key", "v_ptr": "value", "qw_ptr": "q_weight",
+        "kw_ptr": "k_weight", "cos_ptr": "cos", "sin_ptr": "sin", "pos_ptr": "positions",
+        "q_out_ptr": "", "k_out_ptr": "", "k_cache_ptr": "key_cache",
+        "v_cache_ptr": "value_cache", "slot_ptr": "slot_mapping", "k_scale_ptr": "k_scale",
+        "v_scale_ptr": "v_scale", "q_eps_ptr": "q_eps_tensor", "k_eps_ptr": "k_eps_tensor",
+    }  # fmt: skip
+    return {p: outputs[p] if p in outputs else tensors[n] for p, n in names.items()}
 
 
 def programs(constant: Mapping[str, Any], tile: tiles.Tile, tokens: Any) -> Any:
@@ -187,19 +198,33 @@ def programs(constant: Mapping[str, Any], tile: tiles.Tile, tokens: Any) -> Any:
 def pick(constant: Mapping[str, Any], tokens: int | None) -> tiles.Tile:
     """The tile for a call with these constants."""
     dim = max(constant["D"], constant["DV"])
-    return tiles.choose(constant["HQ"], constant["HK"], dim, tokens)
+    return tiles.choose(constant["HQ"], constant["HK"], dim, tokens, hints=_hints())
 
 
-@functools.lru_cache(maxsize=1)
-def kernel() -> Any:
-    """The jitted kernel.
+def _hints() -> bool:
+    """Streaming hints were measured on NVIDIA only."""
+    return torch.version.hip is None
+
+
+RUN_TIME = ("tokens", "num_slots", "table_rows")
+"""Numbers that are run-time arguments of both kernels."""
+VIEWS = {
+    "q_off": "query", "k_off": "key", "v_off": "value", "cos_off": "cos", "sin_off": "sin",
+    "kc_off": "key_cache", "vc_off": "value_cache",
+}  # fmt: skip
+"""Offsets (in elements, of a view in its buffer) of the static kernel, and what each is of."""
+
+
+@functools.lru_cache(maxsize=2)
+def kernel(static: bool = False) -> Any:
+    """The jitted kernel; ``static``: with strides, offsets and epsilons as constants.
 
     The token count, the number of slots and the rows of the table are not specialised on: else
     a call with another divisibility by 16, or with one token, would be compiled again.
     """
     from fusion.backends.triton import prologue_kernel as source
 
-    return source.prologue_kernel
+    return source.prologue_kernel_static if static else source.prologue_kernel
 
 
 def _unit_last(x: Tensor | None) -> Tensor | None:
@@ -222,12 +247,18 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _prepare(tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float, k_eps: float,
-             tile: tiles.Tile | None) -> tuple[list[Any], dict[str, Any], Any, list[Tensor]]:
+def _prepare(
+    tensors: Mapping[str, Tensor | None],
+    a: Attributes,
+    q_eps: float,
+    k_eps: float,
+    tile: tiles.Tile | None,
+    static: bool = False,
+) -> tuple[list[Any], dict[str, Any], Any, list[Tensor]]:
     """Positional arguments, constants, grid and the outputs (q, k) of one launch."""
     t = {name: tensors.get(name) for name in TENSORS}
     for name in ("query", "key", "value", "cos", "sin", "q_weight", "k_weight", "positions",
-                 "slot_mapping"):
+                 "slot_mapping"):  # fmt: skip
         t[name] = _unit_last(t[name])
     q_eps, t["q_eps_tensor"] = _host_eps(q_eps, t["q_eps_tensor"])
     k_eps, t["k_eps_tensor"] = _host_eps(k_eps, t["k_eps_tensor"])
@@ -243,15 +274,29 @@ def _prepare(tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float, 
     if query is not None:
         q_out = query.new_empty(query.shape, dtype=out_dtype)
     tile = tile or pick(constant, tokens)
-    caches = [_bytes(t["key_cache"]), _bytes(t["value_cache"])]
-    args = [
-        t["query"], key, t["value"], t["q_weight"], t["k_weight"], t["cos"], t["sin"],
-        t["positions"], q_out if query is not None else None, k_out if a.return_key else None,
-        *caches, t["slot_mapping"], t["k_scale"], t["v_scale"], t["q_eps_tensor"],
-        t["k_eps_tensor"], *number.values(),
-    ]  # fmt: skip
-    constant |= {"HH": tile.heads, "TT": tile.tokens, "num_warps": tile.warps}
+    t["key_cache"], t["value_cache"] = _bytes(t["key_cache"]), _bytes(t["value_cache"])
+    outputs = {
+        "q_out_ptr": q_out if query is not None else None,
+        "k_out_ptr": k_out if a.return_key else None,
+    }
+    if static:
+        for offset, name in VIEWS.items():
+            t[name], constant[offset] = _buffer(t[name])
+        constant |= {n: x for n, x in number.items() if n not in RUN_TIME}
+        number = {n: number[n] for n in RUN_TIME}
+    args = [*pointers(t, outputs).values(), *number.values()]
+    constant |= {
+        "HH": tile.heads, "TT": tile.tokens, "STREAM": tile.stream, "num_warps": tile.warps,
+    }  # fmt: skip
     return args, constant, (programs(constant, tile, tokens),), [q_out, k_out]
+
+
+def _buffer(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """The tensor that ``x`` is a view of, and where the view begins in it, in elements."""
+    base = None if x is None else x._base
+    if x is None or base is None or base.dtype != x.dtype:
+        return x, 0
+    return base, int(x.storage_offset() - base.storage_offset())
 
 
 def _bytes(cache: Tensor | None) -> Tensor | None:
@@ -259,17 +304,28 @@ def _bytes(cache: Tensor | None) -> Tensor | None:
     return cache.view(torch.uint8) if cache is not None and cache.dtype in FP8_CODES else cache
 
 
-def launch(tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float = 0.0,
-           k_eps: float = 0.0, tile: tiles.Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Run the kernel on these arguments (names: `TENSORS`); ``tile`` overrides the heuristic.
+def launch(
+    tensors: Mapping[str, Tensor | None],
+    a: Attributes,
+    q_eps: float = 0.0,
+    k_eps: float = 0.0,
+    tile: tiles.Tile | None = None,
+    static: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on these arguments (names: `TENSORS`).
+
+    Args:
+        tensors, a, q_eps, k_eps: the operation's arguments.
+        tile: overrides the heuristic.
+        static: use the kernel of compiled graphs, which is compiled for these very strides.
 
     Returns:
         (q, k), contiguous, in ``out_dtype``; k is ``[0, Hk, D]`` unless ``return_key``.
     """
-    args, constant, grid, (q_out, k_out) = _prepare(tensors, a, q_eps, k_eps, tile)
+    args, constant, grid, (q_out, k_out) = _prepare(tensors, a, q_eps, k_eps, tile, static)
     if grid[0] > 0:
         with _on_device_of(args[1]):
-            kernel()[grid](*args, **constant)
+            kernel(static)[grid](*args, **constant)
     return q_out, k_out
 
 
@@ -282,8 +338,10 @@ def warmup(tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float = 0
     """
     key = tensors["key"]
     assert key is not None
-    query = tensors.get("query")
-    found = tiles.choices(query.shape[1] if query is not None else 0, key.shape[1], key.shape[2])
+    query, value = tensors.get("query"), tensors.get("value")
+    dim = max(key.shape[2], value.shape[2] if value is not None else 0)
+    heads = query.shape[1] if query is not None else 0
+    found = tiles.choices(heads, key.shape[1], dim, hints=_hints())
     for tile in found:
         args, constant, grid, _ = _prepare(tensors, a, q_eps, k_eps, tile)
         with _on_device_of(args[1]):

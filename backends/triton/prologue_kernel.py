@@ -22,189 +22,19 @@ the names ``tl`` and ``triton`` may be used below.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _round(x, CODE: tl.constexpr):
-    """f32 tile rounded to the dtype with this code (0 f32, 1 bf16, 2 fp16), kept in f32."""
-    if CODE == 1:
-        return x.to(tl.bfloat16).to(tl.float32)
-    elif CODE == 2:
-        return x.to(tl.float16).to(tl.float32)
-    else:
-        return x
-
-
-@triton.jit
-def _mul(x, y, CODE: tl.constexpr):
-    """x * y rounded to the dtype with this code.
-
-    In f32 the product is written as ``fma(x, y, 0)``: same value, but it cannot be contracted
-    with the addition that follows. (A product of -0 becomes +0.)
-    """
-    if CODE == 0:
-        return tl.fma(x, y, tl.zeros_like(x))
-    else:
-        return _round(x * y, CODE)
-
-
-@triton.jit
-def _mask(t, h, d, tokens, H: tl.constexpr, N: tl.constexpr, TT: tl.constexpr, HH: tl.constexpr,
-          BN: tl.constexpr):
-    """In-range mask [TT, HH, BN]; what always holds is left out so that it costs nothing."""
-    m = tl.full([TT, HH, BN], 1, tl.int1)
-    if TT > 1:
-        m = m & (t < tokens)
-    if H % HH != 0:
-        m = m & (h < H)
-    if N != BN:
-        m = m & (d < N)
-    return m
-
-
-@triton.jit
-def _weight(ptr, d, n, N: tl.constexpr, BN: tl.constexpr, ONE_PLUS: tl.constexpr,
-            W_CODE: tl.constexpr):
-    """Norm weight as an f32 tile; ``1 + w`` rounded to the dtype with code ``W_CODE``."""
-    if N != BN:
-        w = tl.load(ptr + d, mask=n < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    else:
-        w = tl.load(ptr + d, eviction_policy="evict_last").to(tl.float32)
-    if ONE_PLUS:
-        w = _round(1.0 + w, W_CODE)
-    return w
-
-
-@triton.jit
-def _scale_by_weight(n, w, HAS_W: tl.constexpr, NORM_CAST: tl.constexpr, X_CODE: tl.constexpr,
-                     Y_CODE: tl.constexpr):
-    """Normed value times weight with the roundings of late (0), early (1), none (2)."""
-    if NORM_CAST == 0:
-        y = _round(n, X_CODE)
-        if HAS_W:
-            y = _round(y * w, Y_CODE)
-    elif NORM_CAST == 1:
-        if HAS_W:
-            n = n * w
-        y = _round(n, X_CODE)
-    else:
-        y = n
-        if HAS_W:
-            y = n * w
-    return y
-
-
-@triton.jit
-def _table_rows(ptr, row, stride, d, n, N: tl.constexpr, BN: tl.constexpr, CODE: tl.constexpr):
-    """cos or sin of the tile's tokens, f32 rounded to the rope dtype: [TT, 1, BN]."""
-    p = ptr + row * stride + d
-    if N != BN:
-        c = tl.load(p, mask=n < N, other=0.0)
-    else:
-        c = tl.load(p)
-    return _round(c.to(tl.float32), CODE)
-
-
-@triton.jit
-def _pair_table(ptr, row, stride, R: tl.constexpr, BH: tl.constexpr, FULL: tl.constexpr,
-                INTERLEAVED: tl.constexpr, CODE: tl.constexpr, TT: tl.constexpr):
-    """Entries that multiply the first and the second element of each rotated pair."""
-    half: tl.constexpr = R // 2
-    i = tl.arange(0, BH)[None, None, :]
-    if FULL:
-        if INTERLEAVED:
-            j = tl.arange(0, 2 * BH)[None, None, :]
-            c = _table_rows(ptr, row, stride, j, j, R, 2 * BH, CODE)
-            c1, c2 = tl.split(tl.reshape(c, [TT, 1, BH, 2]))
-        else:
-            c1 = _table_rows(ptr, row, stride, i, i, half, BH, CODE)
-            c2 = _table_rows(ptr, row, stride, i + half, i, half, BH, CODE)
-    else:
-        c1 = _table_rows(ptr, row, stride, i, i, half, BH, CODE)
-        c2 = c1
-    return c1, c2
-
-
-@triton.jit
-def _to_fp8(x, MODE: tl.constexpr):
-    """Bits of f32 x in e4m3fn (1) or e4m3fnuz (2): saturated, round to nearest even, NaN kept.
-
-    Integer arithmetic, so that every chip, and the interpreter, gives the bytes of torch's cast.
-    Normal results: add the rounding increment to the bit pattern and shift. Subnormal results:
-    adding 2**k with the right k leaves the rounded mantissa in the low bits of the sum.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    sign = bits & 0x80000000
-    mag = bits ^ sign
-    if MODE == 1:
-        top: tl.constexpr = 0x43E00000  # 448.0
-        low: tl.constexpr = 121 << 23  # 2**-6, the smallest normal
-        shift: tl.constexpr = 141 << 23
-        bias: tl.constexpr = ((127 - 7) << 23) - 0x7FFFF
-        nan: tl.constexpr = 0x7F
-    else:
-        top: tl.constexpr = 0x43700000  # 240.0
-        low: tl.constexpr = 120 << 23  # 2**-7
-        shift: tl.constexpr = 140 << 23
-        bias: tl.constexpr = ((127 - 8) << 23) - 0x7FFFF
-        nan: tl.constexpr = 0x80
-    is_nan = mag > 0x7F800000
-    mag = tl.minimum(mag, top)
-    small = mag.to(tl.float32, bitcast=True) + tl.full([1], shift, tl.uint32).to(
-        tl.float32, bitcast=True)
-    small = small.to(tl.uint32, bitcast=True) - shift
-    big = (mag - bias + ((mag >> 20) & 1)) >> 20
-    out = tl.where(mag < low, small, big)
-    if MODE == 1:
-        out = out | (sign >> 24)
-        out = tl.where(is_nan, nan | (sign >> 24), out)
-    else:
-        out = tl.where(out == 0, 0, out | (sign >> 24))  # no negative zero
-        out = tl.where(is_nan, nan, out)
-    return out.to(tl.uint8)
-
-
-@triton.jit
-def _store_cache(ptr, x, scale, block, offset, h, d, s0, s1, s2, s3, mask, FP8: tl.constexpr,
-                 SHUFFLE: tl.constexpr, X: tl.constexpr):
-    """Writes tile x (f32) into one cache; ``block``/``offset`` int64 [TT, 1, 1].
-
-    SHUFFLE 0: strides are block, offset, head. 1 (key): block, head, d // X, offset; 2 (value):
-    block, head, offset // X, d.
-    """
-    if SHUFFLE == 0:
-        p = ptr + (block * s0 + offset * s1 + h.to(tl.int64) * s2) + d
-    elif SHUFFLE == 1:
-        p = ptr + (block * s0 + h.to(tl.int64) * s1 + offset * s3) + ((d // X) * s2 + d % X)
-    else:
-        p = ptr + (block * s0 + h.to(tl.int64) * s1 + (offset // X) * s2 + offset % X) + d * s3
-    if FP8 == 0:
-        tl.store(p, x.to(ptr.dtype.element_ty), mask=mask)
-    else:
-        p8 = p.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(p8, _to_fp8(tl.div_rn(x, tl.zeros_like(x) + scale), FP8), mask=mask)
-
-
-@triton.jit
-def _slots(slot_ptr, t, tokens, num_slots, BLOCK_SIZE: tl.constexpr, TT: tl.constexpr):
-    """(block, offset, written) of the tile's tokens; rows past ``num_slots`` are not written."""
-    slot = tl.load(slot_ptr + t, mask=t < tl.minimum(tokens, num_slots), other=-1).to(tl.int64)
-    written = slot >= 0
-    slot = tl.maximum(slot, 0)
-    block = slot // BLOCK_SIZE
-    return block, slot - block * BLOCK_SIZE, written
-
-
-@triton.jit
-def _scale(ptr, HAS: tl.constexpr):
-    s = 1.0
-    if HAS:
-        s = tl.load(ptr).to(tl.float32)
-    return s
-
-
-@triton.jit
-def _load(rows, d, mask):
-    return tl.load(rows + d, mask=mask, other=0.0).to(tl.float32)
+from fusion.backends.triton.prologue_parts import (
+    _load,
+    _mask,
+    _mul,
+    _pair_table,
+    _round,
+    _scale,
+    _scale_by_weight,
+    _slots,
+    _store,
+    _store_cache,
+    _weight,
+)
 
 
 @triton.jit
@@ -216,7 +46,7 @@ def _rotated(
     NORM: tl.constexpr, HAS_W: tl.constexpr, ONE_PLUS: tl.constexpr, W_CODE: tl.constexpr,
     NORM_CAST: tl.constexpr, X_CODE: tl.constexpr, Y_CODE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, HAS_POS: tl.constexpr,
-    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr,
+    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr, STREAM: tl.constexpr,
 ):
     """Norm and rope of one tile of q or k.
 
@@ -233,29 +63,30 @@ def _rotated(
     if R > 0:
         if INTERLEAVED:
             j = tl.arange(0, 2 * BH)[None, None, :]
-            x = _load(rows, j, _mask(t, h, j, tokens, H, R, TT, HH, 2 * BH))
+            x = _load(rows, j, _mask(t, h, j, tokens, H, R, TT, HH, 2 * BH), STREAM)
             x1, x2 = tl.split(tl.reshape(x, [TT, HH, BH, 2]))
         else:
             m = _mask(t, h, i, tokens, H, half, TT, HH, BH)
-            x1 = _load(rows, i, m)
-            x2 = _load(rows, i + half, m)
+            x1 = _load(rows, i, m, STREAM)
+            x2 = _load(rows, i + half, m, STREAM)
     if R < D:
         n = tl.arange(0, BT)[None, None, :]
-        xt = _load(rows, n + R, _mask(t, h, n, tokens, H, D - R, TT, HH, BT))
+        xt = _load(rows, n + R, _mask(t, h, n, tokens, H, D - R, TT, HH, BT), STREAM)
     if R > 0:
         row = t.to(tl.int64)
         if TT > 1:
-            row = tl.minimum(row, (tokens - 1).to(tl.int64))
+            row = tl.minimum(row, tokens - 1)
         if HAS_POS:
             row = tl.load(pos_ptr + row).to(tl.int64)
-            row = tl.minimum(tl.maximum(row, 0), (table_rows - 1).to(tl.int64))
+            row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
         c1, c2 = _pair_table(cos_ptr, row, cos_st, R, BH, FULL, INTERLEAVED, ROPE_CODE, TT)
         s1, s2 = _pair_table(sin_ptr, row, sin_st, R, BH, FULL, INTERLEAVED, ROPE_CODE, TT)
     if NORM:
         if R == 0:
             ss = tl.sum(xt * xt, axis=2)
         else:
-            ss = tl.sum(x1 * x1 + x2 * x2, axis=2)
+            # fma, so that every variant of the kernel contracts the two products alike
+            ss = tl.sum(tl.fma(x2, x2, x1 * x1), axis=2)
             if R < D:
                 ss += tl.sum(xt * xt, axis=2)
         inv = tl.rsqrt(ss * (1.0 / D) + eps)[:, :, None]
@@ -297,23 +128,22 @@ def _rotated(
 @triton.jit
 def _store_rows(ptr, x1, x2, xt, t, h, tokens, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                 TT: tl.constexpr, HH: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-                INTERLEAVED: tl.constexpr):
+                INTERLEAVED: tl.constexpr, STREAM: tl.constexpr):
     """Stores a tile into a contiguous [tokens, H, D] tensor."""
     rows = ptr + (t.to(tl.int64) * H + h) * D
-    dtype = ptr.dtype.element_ty
     if R > 0:
         if INTERLEAVED:
             j = tl.arange(0, 2 * BH)[None, None, :]
             x = tl.reshape(tl.join(x1, x2), [TT, HH, 2 * BH])
-            tl.store(rows + j, x.to(dtype), mask=_mask(t, h, j, tokens, H, R, TT, HH, 2 * BH))
+            _store(rows + j, x, _mask(t, h, j, tokens, H, R, TT, HH, 2 * BH), STREAM)
         else:
             i = tl.arange(0, BH)[None, None, :]
             m = _mask(t, h, i, tokens, H, R // 2, TT, HH, BH)
-            tl.store(rows + i, x1.to(dtype), mask=m)
-            tl.store(rows + i + R // 2, x2.to(dtype), mask=m)
+            _store(rows + i, x1, m, STREAM)
+            _store(rows + i + R // 2, x2, m, STREAM)
     if R < D:
         n = tl.arange(0, BT)[None, None, :]
-        tl.store(rows + n + R, xt.to(dtype), mask=_mask(t, h, n, tokens, H, D - R, TT, HH, BT))
+        _store(rows + n + R, xt, _mask(t, h, n, tokens, H, D - R, TT, HH, BT), STREAM)
 
 
 @triton.jit
@@ -325,13 +155,13 @@ def _query_program(
     NORM: tl.constexpr, HAS_W: tl.constexpr, ONE_PLUS: tl.constexpr, W_CODE: tl.constexpr,
     NORM_CAST: tl.constexpr, X_CODE: tl.constexpr, Y_CODE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, HAS_POS: tl.constexpr,
-    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr,
+    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr, STREAM: tl.constexpr,
 ):
     x1, x2, xt = _rotated(
         q_ptr, qw_ptr, cos_ptr, sin_ptr, pos_ptr, eps, t, h, tokens, table_rows, st, sh, cos_st,
         sin_st, H, D, R, TT, HH, BH, BT, NORM, HAS_W, ONE_PLUS, W_CODE, NORM_CAST, X_CODE,
-        Y_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE)
-    _store_rows(q_out_ptr, x1, x2, xt, t, h, tokens, H, D, R, TT, HH, BH, BT, INTERLEAVED)
+        Y_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE, STREAM)
+    _store_rows(q_out_ptr, x1, x2, xt, t, h, tokens, H, D, R, TT, HH, BH, BT, INTERLEAVED, STREAM)
 
 
 @triton.jit
@@ -346,7 +176,7 @@ def _key_program(
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, HAS_POS: tl.constexpr,
     ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr,
     WRITE: tl.constexpr, RETURN_K: tl.constexpr, FP8: tl.constexpr, HAS_SCALE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr, X: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr, X: tl.constexpr, STREAM: tl.constexpr,
 ):
     if WRITE:
         block, offset, written = _slots(slot_ptr, t, tokens, num_slots, BLOCK_SIZE, TT)
@@ -354,9 +184,10 @@ def _key_program(
     x1, x2, xt = _rotated(
         k_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr, eps, t, h, tokens, table_rows, st, sh, cos_st,
         sin_st, H, D, R, TT, HH, BH, BT, NORM, HAS_W, ONE_PLUS, W_CODE, NORM_CAST, X_CODE,
-        Y_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE)
+        Y_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE, STREAM)
     if RETURN_K:
-        _store_rows(k_out_ptr, x1, x2, xt, t, h, tokens, H, D, R, TT, HH, BH, BT, INTERLEAVED)
+        _store_rows(k_out_ptr, x1, x2, xt, t, h, tokens, H, D, R, TT, HH, BH, BT, INTERLEAVED,
+                    STREAM)
     if WRITE:
         if R > 0:
             if INTERLEAVED:
@@ -364,19 +195,19 @@ def _key_program(
                 x = tl.reshape(tl.join(x1, x2), [TT, HH, 2 * BH])
                 m = _mask(t, h, j, tokens, H, R, TT, HH, 2 * BH) & written
                 _store_cache(cache_ptr, x, scale, block, offset, h, j, s0, s1, s2, s3, m, FP8,
-                             SHUFFLE, X)
+                             SHUFFLE, X, STREAM)
             else:
                 i = tl.arange(0, BH)[None, None, :]
                 m = _mask(t, h, i, tokens, H, R // 2, TT, HH, BH) & written
                 _store_cache(cache_ptr, x1, scale, block, offset, h, i, s0, s1, s2, s3, m, FP8,
-                             SHUFFLE, X)
+                             SHUFFLE, X, STREAM)
                 _store_cache(cache_ptr, x2, scale, block, offset, h, i + R // 2, s0, s1, s2, s3,
-                             m, FP8, SHUFFLE, X)
+                             m, FP8, SHUFFLE, X, STREAM)
         if R < D:
             n = tl.arange(0, BT)[None, None, :]
             m = _mask(t, h, n, tokens, H, D - R, TT, HH, BT) & written
             _store_cache(cache_ptr, xt, scale, block, offset, h, n + R, s0, s1, s2, s3, m, FP8,
-                         SHUFFLE, X)
+                         SHUFFLE, X, STREAM)
 
 
 @triton.jit
@@ -384,23 +215,24 @@ def _value_program(
     v_ptr, cache_ptr, slot_ptr, scale_ptr, t, h, tokens, num_slots, st, sh, s0, s1, s2, s3,
     H: tl.constexpr, DV: tl.constexpr, TT: tl.constexpr, HH: tl.constexpr, BV: tl.constexpr,
     FP8: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr,
-    X: tl.constexpr,
+    X: tl.constexpr, STREAM: tl.constexpr,
 ):
     block, offset, written = _slots(slot_ptr, t, tokens, num_slots, BLOCK_SIZE, TT)
     scale = _scale(scale_ptr, HAS_SCALE)
     n = tl.arange(0, BV)[None, None, :]
     m = _mask(t, h, n, tokens, H, DV, TT, HH, BV)
-    x = _load(v_ptr + t.to(tl.int64) * st + h.to(tl.int64) * sh, n, m)
+    x = _load(v_ptr + t.to(tl.int64) * st + h.to(tl.int64) * sh, n, m, STREAM)
     _store_cache(cache_ptr, x, scale, block, offset, h, n, s0, s1, s2, s3, m & written, FP8,
-                 SHUFFLE, X)
+                 SHUFFLE, X, STREAM)
 
 
-@triton.jit(do_not_specialize=["tokens", "num_slots", "table_rows"])
-def prologue_kernel(
+@triton.jit
+def _prologue(
     q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr,
     q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
-    q_eps_ptr, k_eps_ptr, q_eps, k_eps,
+    q_eps_ptr, k_eps_ptr,
     tokens, num_slots, table_rows,
+    q_eps, k_eps,
     q_st, q_sh, k_st, k_sh, v_st, v_sh, cos_st, sin_st,
     kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
@@ -414,6 +246,7 @@ def prologue_kernel(
     HAS_Q_EPS: tl.constexpr, HAS_K_EPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr, X: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, HH: tl.constexpr, TT: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """One tile of TT tokens x HH heads of q, k or v per program.
 
@@ -428,16 +261,16 @@ def prologue_kernel(
     hh = tl.arange(0, HH)[None, :, None]
     if HQ > 0:
         if g < QG:
-            eps = q_eps
+            eps = tl.cast(q_eps, tl.float32)
             if HAS_Q_EPS:
                 eps = tl.load(q_eps_ptr).to(tl.float32)
             _query_program(
                 q_ptr, qw_ptr, cos_ptr, sin_ptr, pos_ptr, q_out_ptr, eps, t, g * HH + hh, tokens,
                 table_rows, q_st, q_sh, cos_st, sin_st, HQ, D, R, TT, HH, BH, BT, NORM, HAS_QW,
                 ONE_PLUS, QW_CODE, NORM_CAST, X_CODE, QY_CODE, INTERLEAVED, FULL, HAS_POS,
-                ROPE_CODE, OUT_CODE)
+                ROPE_CODE, OUT_CODE, STREAM)
     if (g >= QG) & (g < QG + KG):
-        eps = k_eps
+        eps = tl.cast(k_eps, tl.float32)
         if HAS_K_EPS:
             eps = tl.load(k_eps_ptr).to(tl.float32)
         _key_program(
@@ -445,10 +278,90 @@ def prologue_kernel(
             tokens, table_rows, k_st, k_sh, cos_st, sin_st, k_cache_ptr, slot_ptr, k_scale_ptr,
             num_slots, kc_s0, kc_s1, kc_s2, kc_s3, HK, D, R, TT, HH, BH, BT, NORM, HAS_KW,
             ONE_PLUS, KW_CODE, NORM_CAST, X_CODE, KY_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE,
-            OUT_CODE, WRITE, RETURN_K, K_FP8, HAS_KS, BLOCK_SIZE, SHUFFLE, X)
+            OUT_CODE, WRITE, RETURN_K, K_FP8, HAS_KS, BLOCK_SIZE, SHUFFLE, X, STREAM)
     if WRITE:
         if g >= QG + KG:
             _value_program(
                 v_ptr, v_cache_ptr, slot_ptr, v_scale_ptr, t, (g - QG - KG) * HH + hh, tokens,
                 num_slots, v_st, v_sh, vc_s0, vc_s1, vc_s2, vc_s3, HK, DV, TT, HH, BV, V_FP8,
-                HAS_VS, BLOCK_SIZE, 2 * SHUFFLE, X)
+                HAS_VS, BLOCK_SIZE, 2 * SHUFFLE, X, STREAM)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "table_rows"])
+def prologue_kernel(
+    q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr,
+    q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
+    q_eps_ptr, k_eps_ptr,
+    tokens, num_slots, table_rows,
+    q_eps, k_eps,
+    q_st, q_sh, k_st, k_sh, v_st, v_sh, cos_st, sin_st,
+    kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, HAS_QW: tl.constexpr, HAS_KW: tl.constexpr, ONE_PLUS: tl.constexpr,
+    QW_CODE: tl.constexpr, KW_CODE: tl.constexpr, NORM_CAST: tl.constexpr,
+    X_CODE: tl.constexpr, QY_CODE: tl.constexpr, KY_CODE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FULL: tl.constexpr, HAS_POS: tl.constexpr,
+    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr,
+    WRITE: tl.constexpr, RETURN_K: tl.constexpr,
+    K_FP8: tl.constexpr, V_FP8: tl.constexpr, HAS_KS: tl.constexpr, HAS_VS: tl.constexpr,
+    HAS_Q_EPS: tl.constexpr, HAS_K_EPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr, X: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, HH: tl.constexpr, TT: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """The kernel for calls outside a compiled graph: strides and epsilons are run-time numbers."""
+    _prologue(
+        q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr, q_out_ptr, k_out_ptr,
+        k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, q_eps_ptr, k_eps_ptr, tokens,
+        num_slots, table_rows, q_eps, k_eps, q_st, q_sh, k_st, k_sh, v_st, v_sh, cos_st, sin_st,
+        kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3, HQ, HK, D, DV, R, NORM, HAS_QW,
+        HAS_KW, ONE_PLUS, QW_CODE, KW_CODE, NORM_CAST, X_CODE, QY_CODE, KY_CODE, INTERLEAVED, FULL,
+        HAS_POS, ROPE_CODE, OUT_CODE, WRITE, RETURN_K, K_FP8, V_FP8, HAS_KS, HAS_VS, HAS_Q_EPS,
+        HAS_K_EPS, BLOCK_SIZE, SHUFFLE, X, BH, BT, BV, HH, TT, STREAM)
+
+
+@triton.jit
+def _at(ptr, offset: tl.constexpr):
+    if offset == 0:
+        return ptr
+    else:
+        return ptr + offset
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "table_rows"])
+def prologue_kernel_static(
+    q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr,
+    q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
+    q_eps_ptr, k_eps_ptr,
+    tokens, num_slots, table_rows,
+    q_eps: tl.constexpr, k_eps: tl.constexpr, q_st: tl.constexpr, q_sh: tl.constexpr,
+    k_st: tl.constexpr, k_sh: tl.constexpr, v_st: tl.constexpr, v_sh: tl.constexpr,
+    cos_st: tl.constexpr, sin_st: tl.constexpr, kc_s0: tl.constexpr, kc_s1: tl.constexpr,
+    kc_s2: tl.constexpr, kc_s3: tl.constexpr, vc_s0: tl.constexpr, vc_s1: tl.constexpr,
+    vc_s2: tl.constexpr, vc_s3: tl.constexpr,
+    q_off: tl.constexpr, k_off: tl.constexpr, v_off: tl.constexpr, cos_off: tl.constexpr,
+    sin_off: tl.constexpr, kc_off: tl.constexpr, vc_off: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, HAS_QW: tl.constexpr, HAS_KW: tl.constexpr, ONE_PLUS: tl.constexpr,
+    QW_CODE: tl.constexpr, KW_CODE: tl.constexpr, NORM_CAST: tl.constexpr,
+    X_CODE: tl.constexpr, QY_CODE: tl.constexpr, KY_CODE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FULL: tl.constexpr, HAS_POS: tl.constexpr,
+    ROPE_CODE: tl.constexpr, OUT_CODE: tl.constexpr,
+    WRITE: tl.constexpr, RETURN_K: tl.constexpr,
+    K_FP8: tl.constexpr, V_FP8: tl.constexpr, HAS_KS: tl.constexpr, HAS_VS: tl.constexpr,
+    HAS_Q_EPS: tl.constexpr, HAS_K_EPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SHUFFLE: tl.constexpr, X: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, HH: tl.constexpr, TT: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """The kernel for compiled graphs: strides, epsilons and offsets (in elements, of a view in
+    its buffer) are constants, so that a launch has few arguments and makes no view."""
+    _prologue(
+        _at(q_ptr, q_off), _at(k_ptr, k_off), _at(v_ptr, v_off), qw_ptr, kw_ptr,
+        _at(cos_ptr, cos_off), _at(sin_ptr, sin_off), pos_ptr, q_out_ptr, k_out_ptr,
+        _at(k_cache_ptr, kc_off), _at(v_cache_ptr, vc_off), slot_ptr, k_scale_ptr, v_scale_ptr,
+        q_eps_ptr, k_eps_ptr, tokens, num_slots, table_rows, q_eps, k_eps, q_st, q_sh, k_st, k_sh,
+        v_st, v_sh, cos_st, sin_st, kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3, HQ, HK,
+        D, DV, R, NORM, HAS_QW, HAS_KW, ONE_PLUS, QW_CODE, KW_CODE, NORM_CAST, X_CODE, QY_CODE,
+        KY_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE, WRITE, RETURN_K, K_FP8, V_FP8,
+        HAS_KS, HAS_VS, HAS_Q_EPS, HAS_K_EPS, BLOCK_SIZE, SHUFFLE, X, BH, BT, BV, HH, TT, STREAM)

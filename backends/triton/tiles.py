@@ -1,14 +1,17 @@
 """Which tile the prologue kernel uses, and why.
 
-A program handles ``tokens`` x ``heads`` rows of one kind (q, k or v). Measured on an H200 (see
-docs/performance.md); the rule has few parts so that it can be explained and predicted:
+A program handles ``tokens`` x ``heads`` rows of one kind (q, k or v). The rule has few parts, so
+that it can be explained and predicted (figures: docs/performance.md):
 
-* Many heads (16 or more of q): one token and a group of heads, so that cos, sin and the weights
-  are read once per program and neighbouring programs read neighbouring memory.
-* Few heads: groups of heads would leave lanes idle; a program takes one head and several tokens.
+* Many heads (16 or more): one token and eight heads, so that cos, sin and the weights are read
+  once per program and neighbouring programs read neighbouring memory.
+* Few heads: a group of heads would leave programs half empty; from `FEW_TOKENS` tokens on a
+  program takes one head of eight tokens.
+* Streaming hints (loads leave L2 first, stores too) once a call moves more than `STREAM_BYTES`:
+  they gain 5 to 10 % there and cost as much below.
 
-Nothing is tuned at run time. The choice depends on the shapes that are static in a model (heads,
-head size) and on a coarse class of the token count, never on the exact token count.
+Nothing is tuned at run time. The choice depends on what is static in a model (heads, head size)
+and on the class of the token count, never on the exact count: a model needs two or three variants.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MANY_HEADS = 16
-SMALL_BATCH = 64
+FEW_TOKENS = 64
+STREAM_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of one program (``tokens`` x ``heads``) and its warps, with the rule that chose it."""
+    """Rows of one program (``tokens`` x ``heads``), its warps, streaming hints, and the rule."""
 
     tokens: int
     heads: int
     warps: int
-    why: str
+    stream: bool = False
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens x {self.heads} heads, {self.warps} warps ({self.why})"
+        hints = ", streaming" if self.stream else ""
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.tokens} tokens x {self.heads} heads, {self.warps} warps{hints}{why}"
 
 
 def power_of_two(n: int) -> int:
@@ -37,25 +44,35 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choose(q_heads: int, kv_heads: int, head_dim: int, tokens: int | None) -> Tile:
+def choose(
+    q_heads: int, kv_heads: int, head_dim: int, tokens: int | None, *, hints: bool = True
+) -> Tile:
     """The tile for a call.
 
     Args:
         q_heads, kv_heads: heads of q (0 where there is no q) and of k and v.
-        head_dim: elements of a head; larger of q/k and v.
-        tokens: token count, or an example of it, or None where it is not known.
+        head_dim: elements of a head; the larger of q/k and v.
+        tokens: token count, or an example of it, or None where it is not known (a large one is
+            assumed: that class loses least where it does not fit).
+        hints: False where streaming hints are not to be used (measured on NVIDIA only).
     """
     heads = max(q_heads, kv_heads)
-    many = heads >= MANY_HEADS
+    count = 1 << 20 if tokens is None else tokens
+    moved = 4 * head_dim * (q_heads + 2 * kv_heads) * count  # two bytes read, two written
+    stream = hints and moved >= STREAM_BYTES
     rows = 8 if head_dim <= 256 else 4
-    if many:
-        return Tile(1, min(rows, power_of_two(heads)), 4, "many heads: one token per program")
-    if tokens is not None and tokens < SMALL_BATCH:
-        return Tile(1, min(rows, power_of_two(heads)), 4, "few heads, few tokens")
-    return Tile(rows, 1, 4, "few heads: one head, several tokens per program")
+    if heads >= MANY_HEADS:
+        return Tile(1, rows, 4, stream, "many heads: one token a program")
+    if count < FEW_TOKENS:
+        return Tile(1, min(rows, power_of_two(heads)), 4, stream, "few heads, few tokens")
+    return Tile(rows, 1, 4, stream, "few heads: one head of several tokens a program")
 
 
-def choices(q_heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
+def choices(
+    q_heads: int, kv_heads: int, head_dim: int, *, hints: bool = True
+) -> tuple[Tile, ...]:
     """Every tile that :func:`choose` can give for these heads, whatever the token count."""
-    found = {choose(q_heads, kv_heads, head_dim, t) for t in (1, SMALL_BATCH, None)}
-    return tuple(sorted(found, key=lambda t: (t.tokens, t.heads, t.warps)))
+    row = 4 * head_dim * (q_heads + 2 * kv_heads)
+    edges = (1, FEW_TOKENS - 1, FEW_TOKENS, STREAM_BYTES // row, STREAM_BYTES // row + 1, None)
+    found = {choose(q_heads, kv_heads, head_dim, t, hints=hints) for t in edges}
+    return tuple(sorted(found, key=lambda t: (t.tokens, t.heads, t.stream)))
