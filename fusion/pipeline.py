@@ -307,6 +307,10 @@ class PassManager:
             parts.append(self._fingerprint())
         return digest_of(parts)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
+        """Itself: Inductor copies its whole config, custom passes included, to compare it."""
+        return self
+
     def for_inductor(self) -> PassManager:
         """The same object, registered as an Inductor custom graph pass."""
         compat.register_graph_pass(PassManager)

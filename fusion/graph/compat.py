@@ -56,6 +56,10 @@ class PassChain:
             else:
                 member(graph)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassChain:
+        """Itself: Inductor copies its whole config to compare it."""
+        return self
+
     def uuid(self) -> object | None:
         """The members' keys together, or None."""
         keys = [m.uuid() if is_graph_pass(m) else None for m in self.passes]
