@@ -72,7 +72,7 @@ def paged_attention(
     if left >= 0:
         query_lens = (starts[1:] - starts[:-1]).to(torch.int64)
         page = key_cache.shape[1]
-        block_table = operands.live_pages(block_table, lengths, query_lens, left, page)
+        block_table, lengths = operands.live_pages(block_table, lengths, query_lens, left, page)
     if not causal:
         return _non_causal(
             query, key_cache, value_cache, block_table, lengths, starts, max_query_len, scale,
@@ -227,6 +227,8 @@ def _non(condition: Condition) -> gate.When:
 
 _INTS = (torch.int32, torch.int64)
 
+_RANKS = {"query": 3, "block_table": 2, "seq_lens": 1, "query_start_loc": 1}
+
 REQUIRES = Requires(
     (
         *gate.base(contract.UNIFIED)[:3],
@@ -234,23 +236,32 @@ REQUIRES = Requires(
         _causal(gate.CallableFits(contract.UNIFIED)),
         _non(gate.Release(contract.FLASH.first, contract.FLASH.name)),
         _non(gate.CallableFits(contract.FLASH)),
-        AttributeIn("causal", (True, False)),
-        Check("head size", "16 to 511 (not causal: 256)", "gate.head-dim", _head_size),
-        Check("one head size for Q, K and V", "Dv == D", "gate.head-dim", _head_dims),
-        gate.heads_divide(),
-        DtypeIn(("query",), (torch.bfloat16, torch.float16)),
-        Check("cache dtype", "the dtype of q (causal: or fp8)", "gate.cache-dtype", _kv_dtype),
-        gate.fp8_of_chip(),
-        UnitLastStride(("key_cache", "value_cache")),
-        Check("block size", "a power of two that is not the tile", "gate.block-size", _page),
-        DtypeIn(("block_table", "seq_lens", "query_start_loc"), _INTS),
-        gate.scale_shapes(),
-        Check("fp8 scales", "on the device of q", "gate.scale-location", _scale_device),
-        _causal(Check("sinks", "[Hq]", "gate.argument", _sinks)),
-        _non(Absent("sinks")),
-        _non(AttributeIn("softcap", (0.0, 0, None))),
-        _non(Check("query lengths", "one length for all", "gate.argument", _uniform)),
-        numerics.Rounding(numerics.attention_differences),
+        *gate.guarded(
+            _RANKS,
+            (
+                AttributeIn("causal", (True, False)),
+                Check("head size", "16 to 511 (not causal: 256)", "gate.head-dim", _head_size),
+                Check("one head size for Q, K and V", "Dv == D", "gate.head-dim", _head_dims),
+                gate.heads_divide(),
+                DtypeIn(("query",), (torch.bfloat16, torch.float16)),
+                Check(
+                    "cache dtype", "the dtype of q (causal: or fp8)", "gate.cache-dtype", _kv_dtype
+                ),
+                gate.fp8_of_chip(),
+                UnitLastStride(("key_cache", "value_cache")),
+                Check(
+                    "block size", "a power of two that is not the tile", "gate.block-size", _page
+                ),
+                DtypeIn(("block_table", "seq_lens", "query_start_loc"), _INTS),
+                gate.scale_shapes(),
+                Check("fp8 scales", "on the device of q", "gate.scale-location", _scale_device),
+                _causal(Check("sinks", "[Hq]", "gate.argument", _sinks)),
+                _non(Absent("sinks")),
+                _non(AttributeIn("softcap", (0.0, 0, None))),
+                _non(Check("query lengths", "one length for all", "gate.argument", _uniform)),
+                numerics.Rounding(numerics.attention_differences),
+            ),
+        ),
     )
 )
 

@@ -69,15 +69,20 @@ def _dense_rows(call: KernelCall) -> tuple[bool, object]:
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
+_RANKS = {"key": 3, "value": 3, "slot_mapping": 1}
+
 REQUIRES = Requires(gate.base(contract.WRITE)) + Requires(
-    (
-        gate.one_head_dim("key"),
-        DtypeIn(("key", "value"), _FLOATS),
-        DtypeIn(("key_cache", "value_cache"), _FLOATS, "gate.cache-dtype"),
-        SameDtype(("key", "value", "key_cache", "value_cache"), "gate.cache-dtype"),
-        DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
-        Check("pages", "dense, one stride for K and V", "gate.cache-stride", _dense_pages),
-        Check("rows of k and v", "dense [H, D]", "gate.argument", _dense_rows),
+    gate.guarded(
+        _RANKS,
+        (
+            gate.one_head_dim("key"),
+            DtypeIn(("key", "value"), _FLOATS),
+            DtypeIn(("key_cache", "value_cache"), _FLOATS, "gate.cache-dtype"),
+            SameDtype(("key", "value", "key_cache", "value_cache"), "gate.cache-dtype"),
+            DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
+            Check("pages", "dense, one stride for K and V", "gate.cache-stride", _dense_pages),
+            Check("rows of k and v", "dense [H, D]", "gate.argument", _dense_rows),
+        ),
     )
 )
 

@@ -7,7 +7,7 @@ known without an import says yes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -144,7 +144,7 @@ class CallableFits:
 
 @dataclass(frozen=True)
 class When:
-    """A condition that counts only for calls of one kind (``causal`` or not, fp8 or not)."""
+    """A condition that counts only for calls of one kind (``causal`` or not)."""
 
     kind: str
     applies: Callable[[KernelCall], bool] = field(compare=False)
@@ -154,7 +154,30 @@ class When:
         """See :class:`fusion.requires.Condition`."""
         if self.applies(call):
             return self.condition.look(call)
-        return Outcome(f"({self.kind})", True, "another kind of call", "-", "arguments")
+        return Outcome(f"({self.kind})", True, "not looked at", self.kind, "arguments")
+
+
+def guarded(ranks: Mapping[str, int], conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """``conditions``, looked at only where the tensors have the dimensions that they index.
+
+    Caches of another rank than four are reported by :class:`DenseLayout`.
+    """
+
+    def wrong(call: KernelCall) -> list[str]:
+        have = {n: s for n in ranks if (s := call.tensor(n)) is not None}
+        return [f"{n} {s}" for n, s in have.items() if s.ndim != ranks[n]]
+
+    def fits(call: KernelCall) -> bool:
+        return not wrong(call) and all(
+            s.ndim == 4 for n in ("key_cache", "value_cache") if (s := call.tensor(n)) is not None
+        )
+
+    def look(call: KernelCall) -> tuple[bool, object]:
+        return not wrong(call), ", ".join(wrong(call)) or "as declared"
+
+    text = ", ".join(f"{n} {rank}-D" for n, rank in ranks.items())
+    first = Check("ranks", text, "gate.argument", look)
+    return (first, *(When("shapes fit", fits, c) for c in conditions))
 
 
 def base(function: Function) -> tuple[Condition, ...]:

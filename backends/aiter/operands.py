@@ -99,19 +99,23 @@ def token_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
 
 def live_pages(
     block_table: Tensor, seq_lens: Tensor, query_lens: Tensor, window_left: int, page: int
-) -> Tensor:
-    """The table with pages that lie wholly left of every row's window replaced by a live one.
+) -> tuple[Tensor, Tensor]:
+    """Table and lengths without the pages that lie wholly left of every row's window.
 
-    Such pages may be freed, with any number in the table; AITER reads tiles and pages that a window
-    masks. They are redirected to the first page that some row of the sequence sees.
+    Such pages may be freed, with any number in the table, and AITER reads pages that a window
+    masks. Attention knows positions only relative to the end of a sequence, so leaving out whole
+    pages at its start changes nothing else.
 
     Args:
-        block_table: ``[B, n]`` integers. seq_lens, query_lens: ``[B]``.
+        block_table: ``[B, n]`` integers, n >= 1. seq_lens, query_lens: ``[B]``.
+
+    Returns:
+        ``[B, n]``, each row moved left, and ``[B]`` in the dtype of ``seq_lens``.
     """
     first = (seq_lens.to(torch.int64) - query_lens - window_left).clamp(min=0) // page
-    first = first.clamp(max=block_table.shape[1] - 1)
     column = torch.arange(block_table.shape[1], device=block_table.device)
-    return block_table.gather(1, torch.maximum(column[None, :], first[:, None]))
+    at = (column[None, :] + first[:, None]).clamp(max=block_table.shape[1] - 1)
+    return block_table.gather(1, at), seq_lens - (first * page).to(seq_lens.dtype)
 
 
 def readable_table(block_table: Tensor, multiple: int) -> Tensor:

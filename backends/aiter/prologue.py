@@ -288,64 +288,72 @@ def strides_need(call: KernelCall) -> tuple[Version, str]:
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
+_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2, "positions": 1, "slot_mapping": 1}
+
 REQUIRES = Requires(gate.base(contract.PTS)) + Requires(
-    (
-        SizeIn("query", 2, HEAD_SIZES, "head size", "gate.head-dim"),
-        gate.one_head_dim("query"),
-        DtypeIn(_QKV, _FLOATS),
-        SameDtype((*_QKV, *_WEIGHTS)),
-        Check(
-            "dtype of the result",
-            "the dtype of q",
-            "gate.dtype",
-            lambda c: (
-                c.attributes.get("out_dtype") == c.need("query").dtype,
-                str(c.attributes.get("out_dtype")).removeprefix("torch."),
+    gate.guarded(
+        _RANKS,
+        (
+            SizeIn("query", 2, HEAD_SIZES, "head size", "gate.head-dim"),
+            gate.one_head_dim("query"),
+            DtypeIn(_QKV, _FLOATS),
+            SameDtype((*_QKV, *_WEIGHTS)),
+            Check(
+                "dtype of the result",
+                "the dtype of q",
+                "gate.dtype",
+                lambda c: (
+                    c.attributes.get("out_dtype") == c.need("query").dtype,
+                    str(c.attributes.get("out_dtype")).removeprefix("torch."),
+                ),
             ),
-        ),
-        Check("q, k, v", "views of one packed [T, (Hq+2Hk)*D]", "gate.qkv-packed", _packed),
-        Check("weights", "contiguous [D]", "gate.argument", _weight_form),
-        Absent("q_eps_tensor", "gate.eps-tensor"),
-        Absent("k_eps_tensor", "gate.eps-tensor"),
-        Check("epsilon", "one number for q and k", "gate.argument", _eps),
-        AttributeIn("rope_style", ("half", "interleaved"), "gate.rotary"),
-        Check("rotary width", "a positive multiple of the lane width", "gate.rotary", _rotary),
-        Check("cos and sin", "[rows, R/2] each", "gate.table", _table),
-        DtypeIn(("cos", "sin"), _FLOATS, "gate.table"),
-        DtypeIn(("positions",), (torch.int64, torch.int32)),
-        DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
-        Check(
-            "rope dtype",
-            "float32 or the dtype of q",
-            "gate.dtype",
-            lambda c: (
-                c.attributes.get("rope_dtype") in (torch.float32, c.need("query").dtype),
-                str(c.attributes.get("rope_dtype")).removeprefix("torch."),
+            Check("q, k, v", "views of one packed [T, (Hq+2Hk)*D]", "gate.qkv-packed", _packed),
+            Check("weights", "contiguous [D]", "gate.argument", _weight_form),
+            Absent("q_eps_tensor", "gate.eps-tensor"),
+            Absent("k_eps_tensor", "gate.eps-tensor"),
+            Check("epsilon", "one number for q and k", "gate.argument", _eps),
+            AttributeIn("rope_style", ("half", "interleaved"), "gate.rotary"),
+            Check("rotary width", "a positive multiple of the lane width", "gate.rotary", _rotary),
+            Check("cos and sin", "[rows, R/2] each", "gate.table", _table),
+            DtypeIn(("cos", "sin"), _FLOATS, "gate.table"),
+            DtypeIn(("positions",), (torch.int64, torch.int32)),
+            DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
+            Check(
+                "rope dtype",
+                "float32 or the dtype of q",
+                "gate.dtype",
+                lambda c: (
+                    c.attributes.get("rope_dtype") in (torch.float32, c.need("query").dtype),
+                    str(c.attributes.get("rope_dtype")).removeprefix("torch."),
+                ),
             ),
-        ),
-        Check(
-            "cache dtype",
-            "the dtype of q, or fp8",
-            "gate.cache-dtype",
-            lambda c: (
-                all(s.dtype in (c.need("query").dtype, *gate.FP8) for _, s in gate.caches(c))
-                and len({s.dtype for _, s in gate.caches(c)}) == 1,
-                ", ".join(f"{n} {s}" for n, s in gate.caches(c)),
+            Check(
+                "cache dtype",
+                "the dtype of q, or fp8",
+                "gate.cache-dtype",
+                lambda c: (
+                    all(s.dtype in (c.need("query").dtype, *gate.FP8) for _, s in gate.caches(c))
+                    and len({s.dtype for _, s in gate.caches(c)}) == 1,
+                    ", ".join(f"{n} {s}" for n, s in gate.caches(c)),
+                ),
             ),
+            gate.fp8_of_chip(),
+            gate.power_of_two_page(),
+            UnitLastStride(("key_cache", "value_cache")),
+            Check("alignment", "multiples of the lane width D/32", "gate.cache-stride", _aligned),
+            _CacheStrides(),
+            gate.scale_shapes(),
+            Check(
+                "fp8 scales",
+                "constants, readable on the host",
+                "gate.scale-location",
+                _scale_source,
+            ),
+            Check("returned k", "not wanted, or a 16-bit cache", "gate.argument", _returned_key),
+            Check("tokens", "32-bit lane numbers", "gate.token-range", _tokens),
+            numerics.no_losses(),
+            numerics.Rounding(numerics.prologue_differences),
         ),
-        gate.fp8_of_chip(),
-        gate.power_of_two_page(),
-        UnitLastStride(("key_cache", "value_cache")),
-        Check("alignment", "multiples of the lane width D/32", "gate.cache-stride", _aligned),
-        _CacheStrides(),
-        gate.scale_shapes(),
-        Check(
-            "fp8 scales", "constants, readable on the host", "gate.scale-location", _scale_source
-        ),
-        Check("returned k", "not wanted, or a 16-bit cache", "gate.argument", _returned_key),
-        Check("tokens", "32-bit lane numbers", "gate.token-range", _tokens),
-        numerics.no_losses(),
-        numerics.Rounding(numerics.prologue_differences),
     )
 )
 

@@ -143,25 +143,30 @@ def _positive_strides(call: KernelCall) -> tuple[bool, object]:
     return not bad, ", ".join(f"{n} {list(s)}" for n, s in (bad or have).items())
 
 
+_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2, "positions": 1, "slot_mapping": 1}
+
 REQUIRES = Requires(gate.base(contract.ROPE)) + Requires(
-    (
-        Check("head size", "a power of two", "gate.head-dim", _head_size),
-        gate.one_head_dim("query"),
-        DtypeIn(("query", "key", "value"), _BF16),
-        AttributeIn("out_dtype", _BF16, "gate.dtype"),
-        AttributeIn("rope_dtype", (torch.bfloat16, torch.float32), "gate.dtype"),
-        DtypeIn(("key_cache", "value_cache"), _BF16, "gate.cache-dtype"),
-        gate.heads_divide(),
-        AttributeIn("rope_style", ("half", "interleaved"), "gate.rotary"),
-        Check("rotary width", "the whole head", "gate.rotary", _rotary),
-        Check("cos and sin", "[rows, D] or [rows, D/2], alike", "gate.table", _table),
-        DtypeIn(("cos", "sin"), (torch.bfloat16, torch.float16, torch.float32), "gate.table"),
-        DtypeIn(("positions",), (torch.int64, torch.int32)),
-        DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
-        gate.power_of_two_page(),
-        Check("cache strides", "known and positive", "gate.cache-stride", _positive_strides),
-        Check("token offsets", "32 bits", "gate.token-range", _small_offsets),
-        Check("returned k", "not wanted, or numerics=tolerant", "gate.argument", _returned_key),
+    gate.guarded(
+        _RANKS,
+        (
+            Check("head size", "a power of two", "gate.head-dim", _head_size),
+            gate.one_head_dim("query"),
+            DtypeIn(("query", "key", "value"), _BF16),
+            AttributeIn("out_dtype", _BF16, "gate.dtype"),
+            AttributeIn("rope_dtype", (torch.bfloat16, torch.float32), "gate.dtype"),
+            DtypeIn(("key_cache", "value_cache"), _BF16, "gate.cache-dtype"),
+            gate.heads_divide(),
+            AttributeIn("rope_style", ("half", "interleaved"), "gate.rotary"),
+            Check("rotary width", "the whole head", "gate.rotary", _rotary),
+            Check("cos and sin", "[rows, D] or [rows, D/2], alike", "gate.table", _table),
+            DtypeIn(("cos", "sin"), (torch.bfloat16, torch.float16, torch.float32), "gate.table"),
+            DtypeIn(("positions",), (torch.int64, torch.int32)),
+            DtypeIn(("slot_mapping",), (torch.int64, torch.int32)),
+            gate.power_of_two_page(),
+            Check("cache strides", "known and positive", "gate.cache-stride", _positive_strides),
+            Check("token offsets", "32 bits", "gate.token-range", _small_offsets),
+            Check("returned k", "not wanted, or numerics=tolerant", "gate.argument", _returned_key),
+        ),
     )
 )
 

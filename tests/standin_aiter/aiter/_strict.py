@@ -21,7 +21,7 @@ class Abort(RuntimeError):
 class State:
     """Release and chip that are played; ``device_pointers`` are scales that live on the device."""
 
-    version: Version = Version("0.1.20")
+    version: Version = field(default_factory=lambda: Version("0.1.20"))
     arch: str = "gfx942"
     device_pointers: set[int] = field(default_factory=set)
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)

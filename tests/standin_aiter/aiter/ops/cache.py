@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from aiter._strict import FP8, STATE, fault, need, poison, to_fp8
 from torch import Tensor
+
+from aiter._strict import FP8, STATE, fault, need, poison, to_fp8
 
 
 def reshape_and_cache_flash(

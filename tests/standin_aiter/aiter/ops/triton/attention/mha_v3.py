@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from aiter._strict import FP8, STATE, fault
 from torch import Tensor
+
+from aiter._strict import FP8, STATE, fault
 
 
 def flash_attn_with_kvcache(

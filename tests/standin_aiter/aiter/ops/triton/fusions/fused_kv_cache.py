@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from aiter._strict import STATE, fault
 from torch import Tensor
+
+from aiter._strict import STATE, fault
 
 
 def fused_qk_rope_reshape_and_cache(
