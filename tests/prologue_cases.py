@@ -301,7 +301,7 @@ def random_case(rng: Any, small: bool = True) -> Case:
 
 
 def runner(case: Case, static: bool = False) -> Callable[..., Any]:
-    """The Triton back end's function for the case's operation; ``static``: as in compiled graphs."""
+    """The Triton function for the case's operation; ``static``: as in compiled graphs."""
     from fusion.backends.triton import cache_write, prologue
 
     if static:

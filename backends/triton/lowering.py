@@ -38,7 +38,9 @@ def _check(arguments: Mapping[str, Any], device: torch.device) -> None:
                 raise Decline(f"Triton has no pointer to {dtype} on {target.arch}")
 
 
-def _launch(arguments: Mapping[str, Any], a: Attributes, q_eps: float, k_eps: float) -> tuple[Any, Any]:
+def _launch(
+    arguments: Mapping[str, Any], a: Attributes, q_eps: float, k_eps: float
+) -> tuple[Any, Any]:
     device = arguments["key"].get_device()
     _check(arguments, device)
     tensors: dict[str, Any] = dict.fromkeys(prologue.TENSORS)

@@ -132,8 +132,9 @@ def constants(operands: Mapping[str, Operand | None], a: Attributes) -> dict[str
     }
 
 
-def numbers(operands: Mapping[str, Operand | None], a: Attributes, q_eps: float, k_eps: float
-            ) -> dict[str, Any]:
+def numbers(
+    operands: Mapping[str, Operand | None], a: Attributes, q_eps: float, k_eps: float
+) -> dict[str, Any]:
     """Run-time numbers of `prologue_kernel`; sizes and strides may be symbolic.
 
     A stride that is never multiplied by anything but 0 is passed as 0, so that it does not make
@@ -329,8 +330,9 @@ def launch(
     return q_out, k_out
 
 
-def warmup(tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float = 0.0,
-           k_eps: float = 0.0) -> int:
+def warmup(
+    tensors: Mapping[str, Tensor | None], a: Attributes, q_eps: float = 0.0, k_eps: float = 0.0
+) -> int:
     """Compile (or load from Triton's cache) every tile that a call like this one may use.
 
     Nothing is launched and nothing is written, so it is safe before a graph capture; afterwards
@@ -374,8 +376,17 @@ def qk_norm_rope_kv_cache(
         "value_cache": value_cache, "slot_mapping": slot_mapping, "k_scale": k_scale,
         "v_scale": v_scale, "q_eps_tensor": q_eps_tensor, "k_eps_tensor": k_eps_tensor,
     }  # fmt: skip
-    a = Attributes(True, weight_mode, norm_cast, rope_style, rotary_dim, rope_dtype, out_dtype,
-                   return_key, kv_layout)
+    a = Attributes(
+        True,
+        weight_mode,
+        norm_cast,
+        rope_style,
+        rotary_dim,
+        rope_dtype,
+        out_dtype,
+        return_key,
+        kv_layout,
+    )
     return launch(tensors, a, q_eps, k_eps)
 
 
@@ -392,8 +403,9 @@ def rope_kv_cache(
         "positions": positions, "key_cache": key_cache, "value_cache": value_cache,
         "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
     }  # fmt: skip
-    a = Attributes(False, "w", "none", rope_style, rotary_dim, rope_dtype, out_dtype, return_key,
-                   kv_layout)
+    a = Attributes(
+        False, "w", "none", rope_style, rotary_dim, rope_dtype, out_dtype, return_key, kv_layout
+    )
     return launch(tensors, a)
 
 
@@ -410,6 +422,7 @@ def qk_norm_rope(
         "sin": sin, "positions": positions, "q_eps_tensor": q_eps_tensor,
         "k_eps_tensor": k_eps_tensor,
     }  # fmt: skip
-    a = Attributes(True, weight_mode, norm_cast, rope_style, rotary_dim, rope_dtype, out_dtype,
-                   return_key=True)
+    a = Attributes(
+        True, weight_mode, norm_cast, rope_style, rotary_dim, rope_dtype, out_dtype, return_key=True
+    )
     return launch(tensors, a, q_eps, k_eps)

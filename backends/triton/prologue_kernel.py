@@ -17,6 +17,7 @@ the names ``tl`` and ``triton`` may be used below.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: SIM102  (constexpr conditions must stay apart from run-time ones)
 # fmt: off
 
 import triton

@@ -68,9 +68,7 @@ def choose(
     return Tile(rows, 1, 4, stream, "few heads: one head of several tokens a program")
 
 
-def choices(
-    q_heads: int, kv_heads: int, head_dim: int, *, hints: bool = True
-) -> tuple[Tile, ...]:
+def choices(q_heads: int, kv_heads: int, head_dim: int, *, hints: bool = True) -> tuple[Tile, ...]:
     """Every tile that :func:`choose` can give for these heads, whatever the token count."""
     row = 4 * head_dim * (q_heads + 2 * kv_heads)
     edges = (1, FEW_TOKENS - 1, FEW_TOKENS, STREAM_BYTES // row, STREAM_BYTES // row + 1, None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion.backends import reference
 from fusion.backends.triton import prologue
 from fusion.backends.triton.bench import harness
-from fusion.backends.triton.tiles import Tile
+from fusion.backends.triton.tiles import Tile, choose
 
 HEADS = ((32, 8, 128), (64, 8, 128), (8, 1, 128))
 TOKENS = (1, 16, 128, 1024, 8192)
@@ -127,9 +127,11 @@ def _attributes(shape: Shape) -> prologue.Attributes:
     return prologue.Attributes(True, rotary_dim=shape.dim, out_dtype=torch.bfloat16)
 
 
-def fused(args: dict[str, Any], shape: Shape, tile: Tile | None = None) -> Tensor:
-    """One call of the Triton kernel; the rotated q."""
-    return prologue.launch(args, _attributes(shape), EPS, EPS, tile)[0]
+def fused(
+    args: dict[str, Any], shape: Shape, tile: Tile | None = None, static: bool = True
+) -> Tensor:
+    """One call of the Triton kernel, by default as compiled graphs use it; the rotated q."""
+    return prologue.launch(args, _attributes(shape), EPS, EPS, tile, static)[0]
 
 
 def unfused(args: dict[str, Any], shape: Shape) -> Tensor:
@@ -233,7 +235,7 @@ def run(
     for hq, hk, d in heads:
         for t in tokens:
             shape = Shape(hq, hk, d, t, cache_dtype)
-            chosen = tile or prologue.tiles.choose(hq, hk, d, t)
+            chosen = tile or choose(hq, hk, d, t)
             us, error = measure(shape, functools.partial(fused, tile=chosen))
             floor = harness.copy_us(*shape.bytes)
             plainly = inductor and cache_dtype == torch.bfloat16  # index_put wants one dtype
