@@ -64,7 +64,7 @@ class KVCacheLayout(enum.Enum):
     @property
     def is_pair(self) -> bool:
         """Whether K and V are two tensors (else one tensor holds both)."""
-        return self in _PAIRS
+        return self not in _ONE_TENSOR
 
     @property
     def equal_head_dims(self) -> bool:
@@ -81,9 +81,7 @@ class KVCacheLayout(enum.Enum):
         return _DESCRIPTIONS[self]
 
 
-_PAIRS = frozenset(
-    {KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.HF_STATIC, KVCacheLayout.SHUFFLE}
-)
+_ONE_TENSOR = frozenset({KVCacheLayout.PACKED, KVCacheLayout.KV_FIRST, KVCacheLayout.BLOCK_FIRST})
 _DESCRIPTIONS = {
     KVCacheLayout.NHD: "a pair: key [blocks, block, heads, D], value [blocks, block, heads, Dv]",
     KVCacheLayout.HND: "a pair: key [blocks, heads, block, D], value [blocks, heads, block, Dv]",
@@ -99,15 +97,7 @@ _DESCRIPTIONS = {
         "x = 16 / bytes per element"
     ),
 }
-_RANKS = {
-    KVCacheLayout.NHD: 4,
-    KVCacheLayout.HND: 4,
-    KVCacheLayout.PACKED: 4,
-    KVCacheLayout.KV_FIRST: 5,
-    KVCacheLayout.BLOCK_FIRST: 5,
-    KVCacheLayout.HF_STATIC: 4,
-    KVCacheLayout.SHUFFLE: 5,
-}
+_RANK_5 = frozenset({KVCacheLayout.KV_FIRST, KVCacheLayout.BLOCK_FIRST, KVCacheLayout.SHUFFLE})
 
 
 def shuffle_width(dtype: torch.dtype) -> int:
@@ -150,14 +140,11 @@ def split_kv_cache(
         )
     if layout.is_pair:
         if isinstance(kv_cache, Tensor):
-            raise TypeError(
-                f"layout {layout.name} is {layout.describe()}; kv_cache is one tensor of shape "
-                f"{list(kv_cache.shape)}"
-            )
+            have = f"kv_cache is one tensor of shape {list(kv_cache.shape)}"
+            raise TypeError(f"layout {layout.name} is {layout.describe()}; {have}")
         if len(kv_cache) != 2:
-            raise TypeError(
-                f"layout {layout.name} is {layout.describe()}; kv_cache has {len(kv_cache)} items"
-            )
+            have = f"kv_cache has {len(kv_cache)} items"
+            raise TypeError(f"layout {layout.name} is {layout.describe()}; {have}")
         key, value = kv_cache
         _check_rank("key cache", key, layout)
         _check_rank("value cache", value, layout)
@@ -167,10 +154,8 @@ def split_kv_cache(
             key, value = key.transpose(1, 2), value.transpose(1, 2)
     else:
         if not isinstance(kv_cache, Tensor):
-            raise TypeError(
-                f"layout {layout.name} is {layout.describe()}; kv_cache is a "
-                f"{type(kv_cache).__name__}"
-            )
+            have = f"kv_cache is a {type(kv_cache).__name__}"
+            raise TypeError(f"layout {layout.name} is {layout.describe()}; {have}")
         _check_rank("kv_cache", kv_cache, layout)
         if layout is KVCacheLayout.PACKED:
             if kv_cache.shape[3] != head_dim + head_dim_v:
@@ -210,10 +195,11 @@ def split_kv_cache(
 
 
 def _check_rank(name: str, tensor: Tensor, layout: KVCacheLayout) -> None:
-    if tensor.dim() != _RANKS[layout]:
+    rank = 5 if layout in _RANK_5 else 4
+    if tensor.dim() != rank:
         raise ValueError(
             f"layout {layout.name} is {layout.describe()}; {name} has {tensor.dim()} dimensions "
-            f"(shape {list(tensor.shape)}), it must have {_RANKS[layout]}"
+            f"(shape {list(tensor.shape)}), it must have {rank}"
         )
 
 
@@ -249,7 +235,7 @@ def cache_shapes(
     head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the one tensor or of the two tensors of a cache. See :func:`empty_kv_cache`."""
+    """Shapes of the tensor or tensors of a cache. See :func:`empty_kv_cache`."""
     layout = KVCacheLayout.parse(layout)
     dim_v = head_dim if head_dim_v is None else head_dim_v
     b, n, h, d = num_blocks, block_size, num_heads, head_dim
