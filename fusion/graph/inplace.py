@@ -35,7 +35,7 @@ def decompose_mutations(graph: Graph) -> int:
 
     fake_mode: Any = fake_mode_of(graph)
     with V.set_fake_mode(fake_mode) if fake_mode is not None else nullcontext():
-        reinplace_inplaceable_ops_core(graph)  # type: ignore[no-untyped-call]
+        reinplace_inplaceable_ops_core(graph)
         decompose_auto_functionalized(graph)  # type: ignore[no-untyped-call]
     _drop_self_copies(graph)
     return count

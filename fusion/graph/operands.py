@@ -6,13 +6,13 @@ them. See there for what the fields mean.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import functools
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
 
-@runtime_checkable
 class TokenViewLike(Protocol):
     """A node's value seen as ``[tokens, heads, dim]``."""
 
@@ -34,7 +34,6 @@ class TokenViewLike(Protocol):
     def merged_heads(self) -> bool: ...
 
 
-@runtime_checkable
 class TableLike(Protocol):
     """A cos or sin operand."""
 
@@ -50,7 +49,6 @@ class TableLike(Protocol):
     def positions(self) -> Node | None: ...
 
 
-@runtime_checkable
 class PlaneLike(Protocol):
     """K or V of a cache, as strides over a base."""
 
@@ -66,7 +64,6 @@ class PlaneLike(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-@runtime_checkable
 class SlotsLike(Protocol):
     """Where the rows go."""
 
@@ -95,3 +92,26 @@ class WriteLike(Protocol):
     def nodes(self) -> frozenset[Node]: ...
     @property
     def anchor(self) -> Node | None: ...
+
+
+def kind_of(value: object) -> type | None:
+    """The protocol that an operand satisfies, None for nodes and constants."""
+    return _kind(value.__class__)
+
+
+@functools.cache
+def _kind(cls: Any) -> type | None:
+    """Asked once a class: looking at the fields is slow."""
+    names = {n for c in cls.__mro__ for n in getattr(c, "__annotations__", {})}
+    for protocol, fields in _FIELDS:
+        if fields <= names:
+            return protocol
+    return None
+
+
+_FIELDS: tuple[tuple[type, frozenset[str]], ...] = (
+    (TokenViewLike, frozenset({"node", "order", "token_dims", "token_sizes", "heads", "dim"})),
+    (TableLike, frozenset({"node", "roles", "columns", "positions"})),
+    (PlaneLike, frozenset({"base", "size", "stride", "storage_offset", "dtype"})),
+    (SlotsLike, frozenset({"node", "kind", "offset", "batch"})),
+)

@@ -25,7 +25,14 @@ from fusion.graph import functional
 from fusion.graph.compat import fake_mode_of, shape_env_of
 from fusion.graph.emit import EmitError, Emitter, known, latest
 from fusion.graph.inplace import decompose_mutations
-from fusion.graph.operands import PlaneLike, SlotsLike, TableLike, TokenViewLike, WriteLike
+from fusion.graph.operands import (
+    PlaneLike,
+    SlotsLike,
+    TableLike,
+    TokenViewLike,
+    WriteLike,
+    kind_of,
+)
 from fusion.graph.sizes import NoSuchSize, Sizes
 from fusion.graph.transaction import Transaction
 from fusion.reason import Reason
@@ -144,6 +151,7 @@ class _Surgeon:
         self.anchor = anchor
         self._main: dict[int, Node] = {}
         self._orphans: list[Node] = []
+        self._values: dict[Node, Any] = {}
         self.replaced: list[Node] = [v.node for views in outputs.values() for v in views]
         if write is not None:
             self.replaced += [*write.results, *getattr(write, "views", {})]
@@ -155,9 +163,14 @@ class _Surgeon:
 
     def operate(self) -> Node:
         """Everything up to, and not including, erasing; returns the new call."""
+        self._values = {node: node.meta.get("val") for node in self.replaced}
         sources = self._sources()
         self._refuse_cycle(sources)
-        values = {name: self._operand(name, given) for name, given in self.operands.items()}
+        values = {
+            name: self._operand(name, given)
+            for name, given in self.operands.items()
+            if kind_of(given) is not PlaneLike  # reaches the call as a view of its base
+        }
         inputs = [v for v in values.values() if isinstance(v, Node)]
         behind = [*inputs, *sources]
         if self.write is not None:
@@ -181,7 +194,7 @@ class _Surgeon:
             if old is not new:
                 self.change.replace_uses(old, new, keep=self._dying)
         self._order(call)
-        self._refresh(list(keep.values()))
+        self._refresh(keep)
         self._verify(call, keep)
         return call
 
@@ -191,30 +204,29 @@ class _Surgeon:
         """Every node that the call reads, before views are made of them."""
         found: list[Node] = []
         for given in self.operands.values():
+            kind = kind_of(given)
             if isinstance(given, Node):
                 found.append(given)
-            elif isinstance(given, PlaneLike):
+            elif kind is PlaneLike:
                 found.append(given.base)
-            elif isinstance(given, SlotsLike):
-                first = getattr(given, "start", None) if given.kind == "range" else given.node
-                if isinstance(first, Node):
-                    found.append(first)
-                if given.offset is not None:
-                    found.append(given.offset)
-            elif isinstance(given, (TokenViewLike, TableLike)):
-                found.append(given.node)
-                if isinstance(given, TableLike) and given.positions is not None:
-                    found.append(given.positions)
+            elif kind is not None:
+                wanted = [
+                    given.node,
+                    getattr(given, "offset", None),
+                    getattr(given, "positions", None),
+                ]
+                if getattr(given, "kind", None) == "range":
+                    wanted[0] = getattr(given, "start", None)
+                found += [n for n in wanted if isinstance(n, Node)]
         return found
 
     def _operand(self, name: str, given: Any) -> Any:
-        if isinstance(given, PlaneLike):
-            return None  # reaches the call as a view of its base
-        if isinstance(given, TokenViewLike):
+        kind = kind_of(given)
+        if kind is TokenViewLike:
             return self.emit.tokens(given)
-        if isinstance(given, TableLike):
+        if kind is TableLike:
             return self.emit.table(given, self.tokens)
-        if isinstance(given, SlotsLike):
+        if kind is SlotsLike:
             assert self.write is not None
             return self.emit.slots(given, self.write.key_plane)
         if name == "positions" and isinstance(given, Node) and self.tokens is not None:
@@ -229,8 +241,8 @@ class _Surgeon:
     def _call(
         self, values: dict[str, Any], before: Node
     ) -> tuple[Node, int, tuple[torch.Tensor, ...]]:
-        planes = {n: g for n, g in self.operands.items() if isinstance(g, PlaneLike)}
-        kwargs = {n: v for n, v in values.items() if n not in planes}
+        planes = {n: g for n, g in self.operands.items() if kind_of(g) is PlaneLike}
+        kwargs = dict(values)
         for name, value in kwargs.items():
             if isinstance(value, torch.SymInt):
                 kwargs[name] = self.emit.size(value, before)
@@ -345,6 +357,9 @@ class _Surgeon:
             )  # fmt: skip
         if not _same_strides(old, value):
             new = self._restride(new, old, before)
+        if _same_strides(old, new.meta["val"]):
+            # The old metadata keeps telling which later values are views of this one.
+            new.meta["val"] = old
         return new
 
     def _restride(self, node: Node, old: torch.Tensor, before: Node) -> Node:
@@ -375,7 +390,8 @@ class _Surgeon:
         for index, node in main.items():
             self._orphans += node.all_input_nodes
             self.change.set_call(node, operator.getitem, (call, returns + index), "getitem")
-            self.change.set_meta(node, {**node.meta, "val": contents[index]})
+            if not _same_geometry(node.meta["val"], contents[index]):
+                self.change.set_meta(node, {**node.meta, "val": contents[index]})
             keep[node] = node
         for node, index in write.results.items():
             if node is not main[index]:
@@ -480,16 +496,17 @@ class _Surgeon:
             self.change.move(node, last)
             last = node
 
-    def _refresh(self, changed: list[Node]) -> None:
+    def _refresh(self, keep: dict[Node, Node]) -> None:
         """Views of exchanged values get metadata of the new storage and strides.
 
         Passes that look for aliases (Inductor's re-inplacing) go by the storage in metadata.
+        A value that took over the old metadata needs nothing.
         """
-        work = list(changed)
-        created = set(self.change.created)
+        dying, created = self._dying, set(self.change.created)
+        work = [new for old, new in keep.items() if self._values[old] is not new.meta["val"]]
         while work:
             for user in work.pop().users:
-                if user in created or not _is_view(user) or user in self._dying:
+                if user in created or user in dying or not _is_view(user):
                     continue
                 value = self.emit.evaluate(user.target, user.args, dict(user.kwargs))
                 self.change.set_meta(user, {**user.meta, "val": value})
@@ -554,6 +571,12 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
         known(n == 1) or known(s == t)
         for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
     )
+
+
+def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, strides and storage offset."""
+    same = _all_equal(a.shape, b.shape) and _same_strides(a, b)
+    return same and known(a.storage_offset() == b.storage_offset())
 
 
 def _is_view(node: Node) -> bool:

@@ -270,7 +270,7 @@ def finish(
         if len(at) != 1 or not vector:
             return _no(write, "batched positions differ by sequence")
         slots = replace(slots, batch=region.size[batch_axis])
-    where = {entry: i for i, entry in enumerate(layout)}
+    where: dict[tuple[str, int | None], int] = {entry: i for i, entry in enumerate(layout)}
     tokens = [where["r", batch_axis]] if ("r", batch_axis) in where else []
     tokens += [i for i, (kind, _) in enumerate(layout) if kind == "t"]
     order = list(tokens)

@@ -9,7 +9,6 @@ whatever spelling (slice, permute, scatter back, custom op) the value was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +79,7 @@ class Trace:
     """Base to its ``copy_`` epilogue and the value copied."""
     position: dict[Node, int] = field(default_factory=dict)
     _parts: dict[Node, list[State | None]] = field(default_factory=dict)
-    _of_base: dict[Node, list[Node]] = field(default_factory=dict)
+    _showing: dict[tuple[Node, Version], list[Node]] = field(default_factory=dict)
     _roots: dict[tuple[Node, Version], Node] = field(default_factory=dict)
 
     @classmethod
@@ -100,9 +99,9 @@ class Trace:
         """The first value that is the whole base with exactly these writes, as the base lays it."""
         return self._roots.get((base, version))
 
-    def states_of(self, base: Node) -> Iterator[tuple[Node, State]]:
-        """Values that show some of a base, in graph order."""
-        return ((n, self.states[n]) for n in self._of_base.get(base, ()))
+    def showing(self, base: Node, version: Version) -> list[Node]:
+        """Values that show some of a base with exactly these writes, in graph order."""
+        return self._showing.get((base, version), [])
 
     def _set(self, node: Node, state: State | None) -> None:
         if state is None:
@@ -112,7 +111,7 @@ class Trace:
             # A new buffer with the base's own strides is laid out as the base is.
             state = replace(state, strided=Region.of(node.meta["val"]).same(state.region))
         self.states[node] = state
-        self._of_base.setdefault(state.base, []).append(node)
+        self._showing.setdefault((state.base, state.version), []).append(node)
         if whole:
             self._roots.setdefault((state.base, state.version), node)
 

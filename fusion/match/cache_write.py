@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from fusion.graph import functional
 from fusion.match import cache_view as cv
 from fusion.match.cache_rows import Rows, read_rows, tokens_of
-from fusion.match.cache_trace import RawWrite, State, Trace
+from fusion.match.cache_trace import RawWrite, Trace
 from fusion.match.cache_view import Region
 from fusion.match.facts import CachePlane, CacheWrite, Miss, Slots, TokenView
 from fusion.reason import Reason
@@ -293,15 +293,13 @@ class _Level:
     ) -> None:
         self._trace = trace
         self._base = base
-        self._before = before
-        self._mine = mine
         self._alive: dict[Node, bool] = {}
-        self._values = [(n, s.region) for n, s in trace.states_of(base) if self._here(s)]
+        parts = {frozenset({i}) for i in mine} | {mine}
+        nodes = [n for part in parts for n in trace.showing(base, before | part)]
+        nodes.sort(key=trace.position.__getitem__)
+        self._values = [(n, trace.states[n].region) for n in nodes]
         self._members = {n for n, _ in self._values}
         self.entries = {n for n in self._members if not cv.is_view(n) and not self._piece(n)}
-
-    def _here(self, state: State) -> bool:
-        return bool(self._mine & state.version) and state.version - self._mine == self._before
 
     def _piece(self, node: Node) -> bool:
         """Whether a getitem cuts a piece of a value (not an output of a write)."""
