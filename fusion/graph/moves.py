@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
+from fusion.graph.constants import constant
 from fusion.graph.elements import (
     CASTS,
     Array,
@@ -214,10 +215,11 @@ def _select(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
 
 
 def _flip(ref: Ref, a: dict[str, Any]) -> list[Ref]:
-    shape = shape_of(a["self"])
-    dims = {axis_of(d, len(shape)) for d in a["dims"]}
+    source, turned = list(a.values())[:2]
+    shape = shape_of(source)
+    dims = {axis_of(d, len(shape)) for d in turned}
     index = tuple(shape[i] - 1 - x if i in dims else x for i, x in enumerate(ref.index))
-    return _one(ref, a["self"], index)
+    return _one(ref, source, index)
 
 
 def _roll(ref: Ref, a: dict[str, Any]) -> list[Ref]:
@@ -230,6 +232,27 @@ def _roll(ref: Ref, a: dict[str, Any]) -> list[Ref]:
         at = axis_of(dim, len(shape))
         index[at] = (index[at] - number(shift)) % shape[at]
     return _one(ref, source, tuple(index))
+
+
+def _index(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    """A gather along one dimension by positions that the graph computes from nothing."""
+    at = [i for i, index in enumerate(a["indices"]) if index is not None]
+    positions = constant(a["indices"][at[0]]) if len(at) == 1 else None
+    return None if positions is None else _gathered(ref, a["self"], at[0], positions)
+
+
+def _index_select(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
+    positions = constant(a["index"])
+    dim = axis_of(a["dim"], len(ref.index))
+    return None if positions is None else _gathered(ref, a["self"], dim, positions)
+
+
+def _gathered(ref: Ref, source: Node, dim: int, positions: Array) -> list[Ref] | None:
+    size = value_of(source).shape[dim]
+    if positions.ndim != 1 or not isinstance(size, int):
+        return None
+    moved = (positions % size)[ref.index[dim]]
+    return _one(ref, source, (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
 
 
 def _cat(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
@@ -406,7 +429,10 @@ _MOVES: dict[str, Callable[[Ref, dict[str, Any]], list[Ref] | None]] = {
     "aten.narrow.default": _narrow,
     **dict.fromkeys(("aten.select.int", "aten.select_copy.int"), _select),
     "aten.flip.default": _flip,
+    "prims.rev.default": _flip,
     "aten.roll.default": _roll,
+    "aten.index.Tensor": _index,
+    "aten.index_select.default": _index_select,
     "aten.cat.default": _cat,
     "aten.concat.default": _cat,
     "aten.stack.default": _stack,
@@ -437,4 +463,6 @@ def is_move(node: Node) -> bool:
     if name in CASTS:
         source = node.args[0]
         return isinstance(source, Node) and dtype_of(source) == dtype_of(node)
+    if name in ("aten.index.Tensor", "aten.index_select.default"):
+        return all(constant(n) is not None for n in node.all_input_nodes[1:])
     return name in _MOVES or name in _SPLITS

@@ -12,7 +12,7 @@ from fusion.graph.foreign import is_inner
 from fusion.match.facts import Rope, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.norm import read_norm_or_raise
-from fusion.match.trail import Trail
+from fusion.match.trail import Trail, trails
 from fusion.match.views import Frame, frame_of, view_at
 
 _FAR = 3
@@ -35,9 +35,9 @@ def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView
     except (No, Unreadable):
         pass
     else:
-        if _rotated(norm.x, read, _FAR) is None:
-            return No("match.no-rope", "the value is a norm without a rope", out.node, 1)
-        return No("match.norm-order", "the norm runs after the rope", out.node, 4)
+        if _reads(norm.x, read) or _rotated(norm.x, read, _FAR) is not None:
+            return No("match.norm-order", "the norm runs after the rope", out.node, 4)
+        return No("match.no-rope", "the value is a norm without a rope", out.node, 1)
     found = _rotated(out, read, _FAR)
     if found is not None:
         return No("match.rope-form", f"{found.name} stands after the rope", found, 4)
@@ -47,25 +47,27 @@ def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView
 def _rotated(view: TokenView, read: Callable[[TokenView], Rope], far: int) -> Node | None:
     """The pointwise node after which a rope is found, looking ``far`` operators back."""
     frame, ref = frame_of(view)
-    from fusion.match.trail import trails
-
     found = trails(ref, set(), lossy=True)
     if len(found) != 1:
         return None
     end = found[0].end.ref
     for before in _operand_views(frame, end):
-        try:
-            read(before)
-        except No as no:
-            if no.miss.depth >= 4 and no.miss.reason.code.startswith("match.rope"):
-                return end.node
-        except Unreadable:
-            continue
-        else:
+        if _reads(before, read):
             return end.node
         if far > 1 and _rotated(before, read, far - 1) is not None:
             return end.node
     return None
+
+
+def _reads(view: TokenView, read: Callable[[TokenView], Rope]) -> bool:
+    """Whether the value is a rope, or nearly one."""
+    try:
+        read(view)
+    except No as no:
+        return no.miss.depth >= 4 and no.miss.reason.code.startswith("match.rope")
+    except Unreadable:
+        return False
+    return True
 
 
 def _operand_views(frame: Frame, ref: Ref) -> list[TokenView]:

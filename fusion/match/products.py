@@ -17,6 +17,7 @@ from fusion.graph.elements import (
     Ref,
     Unreadable,
     arguments,
+    cast_source,
     dtype_of,
     intersect,
     op_name,
@@ -30,6 +31,7 @@ _MAX_DEPTH = 3
 """Nested sums that are opened; a rope needs one (two where products are complex)."""
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_FUSED = ("aten.addcmul.default", "prims.fma.default")
 _SUMS = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1, "aten.rsub.Tensor": -1}
 
 
@@ -52,13 +54,14 @@ class Piece:
 
     ``head`` is the trail from the value to the outermost sum, ``dtypes`` those of the nodes on
     it (casts included), nearest first; ``rounded`` are the dtypes in which products and sums are
-    computed.
+    computed, ``fused`` a node that rounds a product and a sum at once, if there is one.
     """
 
     labels: Labels
     head: Trail
     terms: tuple[Term, ...]
     rounded: frozenset[torch.dtype]
+    fused: Node | None = None
 
     @property
     def is_rotated(self) -> bool:
@@ -71,6 +74,7 @@ class _Sum:
     labels: Labels
     terms: tuple[Term, ...]
     rounded: frozenset[torch.dtype]
+    fused: Node | None = None
 
 
 def pieces_of(ref: Ref, seen: set[Node]) -> list[Piece]:
@@ -83,7 +87,8 @@ def pieces_of(ref: Ref, seen: set[Node]) -> list[Piece]:
         for part in _sums(head.end.ref, 0, seen):
             labels = intersect(head.labels, part.labels)
             if labels is not None:
-                result.append(Piece(labels, head.only(labels), part.terms, part.rounded))
+                terms = tuple(t.only(labels) for t in part.terms)
+                result.append(Piece(labels, head.only(labels), terms, part.rounded, part.fused))
     return result
 
 
@@ -95,28 +100,34 @@ def _sums(ref: Ref, depth: int, seen: set[Node]) -> list[_Sum]:
     if depth < _MAX_DEPTH:
         flipped = negated(ref)
         if flipped is not None:
-            inner = _sums(flipped[0], depth, seen)
-            return [_scaled(s, flipped[1]) for s in inner]
+            return [_scaled(s, flipped[1]) for s in _sums(flipped[0], depth, seen)]
         if name in _SUMS:
             return _added(ref, depth, seen, real)
-        if name == "aten.addcmul.default":
-            return _addcmul(ref, depth, seen, real)
-        if name in ("aten.mul.Tensor",) and all(isinstance(a, Node) for a in node.args[:2]):
+        if name in _FUSED:
+            return _fused(ref, depth, seen, real)
+        if name == "aten.mul.Tensor" and all(isinstance(a, Node) for a in node.args[:2]):
             return _product(ref, node.args[0], node.args[1], seen, real)  # type: ignore[arg-type]
         if depth:
-            # Movement between a product and the sum: stacked, sliced or viewed products.
+            # Between a product and the sum: casts, and stacked, sliced or viewed products.
+            source = cast_source(node)
+            if source is not None:
+                inner = _sums(ref.at(source, ref.index, ref.part), depth, seen)
+                return [replace(s, rounded=s.rounded | {real}) for s in inner]
             moved = step(ref)
             if moved:
                 return [s for piece in moved for s in _sums(piece, depth, seen)]
-    return [_Sum(t.labels, (Term(1, (t,), node),), frozenset()) for t in trails(ref, seen)]
+    return _leaf(ref, seen)
+
+
+def _leaf(ref: Ref, seen: set[Node]) -> list[_Sum]:
+    """The elements as one term of one factor."""
+    return [_Sum(t.labels, (Term(1, (t,), ref.node),), frozenset()) for t in trails(ref, seen)]
 
 
 def _scaled(part: _Sum, sign: int) -> _Sum:
-    return (
-        part
-        if sign == 1
-        else replace(part, terms=tuple(replace(t, sign=t.sign * sign) for t in part.terms))
-    )
+    if sign == 1:
+        return part
+    return replace(part, terms=tuple(replace(t, sign=t.sign * sign) for t in part.terms))
 
 
 def _added(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Sum]:
@@ -125,7 +136,7 @@ def _added(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Su
     if op_name(ref.node) == "aten.rsub.Tensor":
         left, right = right, left
     if not (isinstance(left, Node) and isinstance(right, Node)) or alpha not in (1, -1):
-        return [_Sum(t.labels, (Term(1, (t,), ref.node),), frozenset()) for t in trails(ref, seen)]
+        return _leaf(ref, seen)
     sign = alpha * (1 if op_name(ref.node) == "aten.add.Tensor" else -1)
     return _joined(
         _sums(operand(ref, left), depth + 1, seen),
@@ -134,18 +145,18 @@ def _added(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Su
     )
 
 
-def _addcmul(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Sum]:
-    a = arguments(ref.node)
-    value = a.get("value", 1)
-    if value not in (1, -1) or real not in (torch.float32, torch.float64):
-        # In 16 bits addcmul rounds once where a product and a sum round twice.
-        return [_Sum(t.labels, (Term(1, (t,), ref.node),), frozenset()) for t in trails(ref, seen)]
-    product = _product(ref, a["tensor1"], a["tensor2"], seen, real)
-    return _joined(
-        _sums(operand(ref, a["self"]), depth + 1, seen),
-        [_scaled(s, int(value)) for s in product],
-        real,
+def _fused(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Sum]:
+    """``addcmul(c, a, b)`` and ``fma(a, b, c)``: a product and a sum, rounded once."""
+    a = list(arguments(ref.node).values())
+    value = arguments(ref.node).get("value", 1)
+    added, x, y = a[:3] if op_name(ref.node).startswith("aten") else (a[2], a[0], a[1])
+    if value not in (1, -1):
+        return _leaf(ref, seen)
+    product = _product(ref, x, y, seen, real)
+    joined = _joined(
+        _sums(operand(ref, added), depth + 1, seen), [_scaled(s, value) for s in product], real
     )
+    return [replace(s, fused=ref.node) for s in joined]
 
 
 def _joined(left: list[_Sum], right: list[_Sum], real: torch.dtype) -> list[_Sum]:
@@ -155,7 +166,8 @@ def _joined(left: list[_Sum], right: list[_Sum], real: torch.dtype) -> list[_Sum
             labels = intersect(x.labels, y.labels)
             if labels is not None:
                 terms = tuple(t.only(labels) for t in (*x.terms, *y.terms))
-                joined.append(_Sum(labels, terms, x.rounded | y.rounded | {real}))
+                rounded = x.rounded | y.rounded | {real}
+                joined.append(_Sum(labels, terms, rounded, x.fused or y.fused))
     return joined
 
 

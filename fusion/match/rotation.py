@@ -305,6 +305,10 @@ class _Reading:
             names = " and ".join(sorted(str(d) for d in dtypes))
             raise No("match.dtype", "products and sums round differently", node, 5, have=names)
         (rope_dtype,) = dtypes
+        fused = next((p.fused for p in self.rotated if p.fused is not None), None)
+        if fused is not None:
+            message = f"{op_name(fused)} rounds a product and a sum at once"
+            raise No("match.rope-form", message, fused, 5)
         if rope_dtype not in _ROPE_DTYPES:
             raise No("match.dtype", "the rope's dtype", node, 5, have=str(rope_dtype))
         for trail in (f for pair in told for split in pair for f in split):
@@ -318,7 +322,9 @@ class _Reading:
                 passed = [h.ref.node for h in piece.head.hops]
                 path = path[: passed.index(x.node) + 1] if x.node in passed else path
             start = rope_dtype if piece.is_rotated else path[-1]
-            if not all(exact_cast(start, d) for d in path[1:-1]):
+            while len(path) > 1 and path[0] == dtype_of(out.node):
+                path.pop(0)
+            if not all(exact_cast(start, d) for d in path[:-1]):
                 raise No("match.dtype", "the result is rounded twice", out.node, 5)
         return rope_dtype
 
