@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_paged_attention.py"
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +14,8 @@ from fusion.backends.triton import paged_attention as module
 from fusion.backends.triton.paged_attention import paged_attention
 from fusion.backends.triton.paged_attention_tiles import Tiles, next_power_of_2
 from tests.attention_probe import LAYOUTS, Problem, assert_non_causal, sees_keys
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_paged_attention.py"
 
 FN8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
@@ -77,12 +77,17 @@ def test_equals_the_oracle_deep(problem: Problem) -> None:
     problem.check(paged_attention)
 
 
-@given(problems(), st.sampled_from([16, 32]), st.sampled_from([16, 32, 64]), st.integers(1, 7))
-@settings(max_examples=30)
-def test_any_geometry_gives_the_same(problem: Problem, rows: int, keys: int, splits: int) -> None:
+@given(
+    problems(), st.sampled_from([16, 32]), st.sampled_from([16, 32]), st.integers(1, 7),
+    st.booleans(),
+)
+@settings(max_examples=40)
+def test_any_geometry_gives_the_same(
+    problem: Problem, rows: int, keys: int, splits: int, ahead: bool
+) -> None:
     blocks = -(-max([*problem.q_lens, 1]) * problem.q_heads // problem.kv_heads // rows)
     dims = [next_power_of_2(n) for n in (problem.dim, problem.dim_v or problem.dim)]
-    geometry = Tiles(rows, keys, 4, 2, splits, blocks + 1, *dims)
+    geometry = Tiles(rows, keys, 4, 2, splits, blocks + 1, *dims, ahead)
     problem.check(lambda *a, **k: paged_attention(*a, geometry=geometry, **k))
 
 

@@ -274,7 +274,9 @@ def paged_attention_kernel(
         qk_scale = qk_scale * tl.load(k_scale_ptr).to(tl.float32)
     d = tl.arange(0, BLOCK_D)
     q_row = (start + token).to(tl.int64) * q_st + q_head * q_sh
-    q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    q = tl.load(
+        q_ptr + q_row[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0
+    ).to(COMPUTE)
     if K_SCALE:
         # The sign of the scale goes into q (exact), so that scaling keeps the order of the scores;
         # the host did so for ``scale``. Arithmetic on q makes it a register operand of the matrix
@@ -483,7 +485,8 @@ def launch(
             SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
             SPLIT=splits > 1, X=x, WIDE=wide, FP8=fp8, COMPUTE=_TL[compute], PRECISION=precision,
             BLOCK_M=geo.rows, BLOCK_N=geo.keys, BLOCK_D=geo.block_d, BLOCK_DV=geo.block_dv,
-            STAGES=geo.stages, AHEAD=geo.ahead, num_warps=geo.warps, num_stages=geo.stages,
+            STAGES=geo.stages, AHEAD=geo.ahead and softcap == 0,
+            num_warps=geo.warps, num_stages=geo.stages,
         )  # fmt: skip
     if splits > 1:
         total_rows = tokens * q_heads
