@@ -196,6 +196,7 @@ def test_plain_makes_json_of_anything():
         ("L['model'].layers[2].attn", "layers.2.attn"),
         ("getattr(L['self'].model.layers, '0').attn", "model.layers.0.attn"),
         ("getattr(getattr(L['self'].model, 'layers'), '0')", "model.layers.0"),
+        ("L['self'].__dict__['_modules']['layers']._modules['1']", "layers.1"),
         ("L['self']", None),
         ("", None),
         ("model.layers.0", "model.layers.0"),

@@ -42,9 +42,9 @@ def _clean_path(path: str) -> str | None:
     while _GETATTR.search(path) is not None:
         path = _GETATTR.sub(r"\1.\2", path)
     path = _ROOT.sub("", path, count=1)
-    path = path.replace("._modules", "").replace("_modules[", "[")
-    path = _INDEX.sub(r".\1", path).strip(".")
-    return path or None
+    path = _INDEX.sub(r".\1", path)
+    parts = [p for p in path.split(".") if p and p not in ("_modules", "__dict__")]
+    return ".".join(parts) or None
 
 
 def module_class_of(node: Node) -> str | None:
