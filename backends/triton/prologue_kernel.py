@@ -34,6 +34,7 @@ from fusion.backends.triton.prologue_parts import (
     _slots,
     _store,
     _store_cache,
+    _stored,
     _weight,
 )
 
@@ -191,23 +192,26 @@ def _key_program(
                     STREAM)
     if WRITE:
         if R > 0:
+            x1 = _stored(x1, scale, HAS_SCALE, FP8)
+            x2 = _stored(x2, scale, HAS_SCALE, FP8)
             if INTERLEAVED:
                 j = tl.arange(0, 2 * BH)[None, None, :]
                 x = tl.reshape(tl.join(x1, x2), [TT, HH, 2 * BH])
                 m = _mask(t, h, j, tokens, H, R, TT, HH, 2 * BH) & written
-                _store_cache(cache_ptr, x, scale, block, offset, h, j, s0, s1, s2, s3, m, FP8,
+                _store_cache(cache_ptr, x, block, offset, h, j, s0, s1, s2, s3, m, FP8,
                              SHUFFLE, X, STREAM)
             else:
                 i = tl.arange(0, BH)[None, None, :]
                 m = _mask(t, h, i, tokens, H, R // 2, TT, HH, BH) & written
-                _store_cache(cache_ptr, x1, scale, block, offset, h, i, s0, s1, s2, s3, m, FP8,
+                _store_cache(cache_ptr, x1, block, offset, h, i, s0, s1, s2, s3, m, FP8,
                              SHUFFLE, X, STREAM)
-                _store_cache(cache_ptr, x2, scale, block, offset, h, i + R // 2, s0, s1, s2, s3,
+                _store_cache(cache_ptr, x2, block, offset, h, i + R // 2, s0, s1, s2, s3,
                              m, FP8, SHUFFLE, X, STREAM)
         if R < D:
             n = tl.arange(0, BT)[None, None, :]
             m = _mask(t, h, n, tokens, H, D - R, TT, HH, BT) & written
-            _store_cache(cache_ptr, xt, scale, block, offset, h, n + R, s0, s1, s2, s3, m, FP8,
+            xt = _stored(xt, scale, HAS_SCALE, FP8)
+            _store_cache(cache_ptr, xt, block, offset, h, n + R, s0, s1, s2, s3, m, FP8,
                          SHUFFLE, X, STREAM)
 
 
@@ -223,7 +227,8 @@ def _value_program(
     n = tl.arange(0, BV)[None, None, :]
     m = _mask(t, h, n, tokens, H, DV, TT, HH, BV)
     x = _load(v_ptr + t.to(tl.int64) * st + h.to(tl.int64) * sh, n, m, STREAM)
-    _store_cache(cache_ptr, x, scale, block, offset, h, n, s0, s1, s2, s3, m & written, FP8,
+    x = _stored(x, scale, HAS_SCALE, FP8)
+    _store_cache(cache_ptr, x, block, offset, h, n, s0, s1, s2, s3, m & written, FP8,
                  SHUFFLE, X, STREAM)
 
 
@@ -321,14 +326,6 @@ def prologue_kernel(
         HAS_K_EPS, BLOCK_SIZE, SHUFFLE, X, BH, BT, BV, HH, TT, STREAM)
 
 
-@triton.jit
-def _at(ptr, offset: tl.constexpr):
-    if offset == 0:
-        return ptr
-    else:
-        return ptr + offset
-
-
 @triton.jit(do_not_specialize=["tokens", "num_slots", "table_rows"])
 def prologue_kernel_static(
     q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr,
@@ -357,12 +354,25 @@ def prologue_kernel_static(
 ):
     """The kernel for compiled graphs: strides, epsilons and offsets (in elements, of a view in
     its buffer) are constants, so that a launch has few arguments and makes no view."""
+    if q_off != 0:
+        q_ptr += q_off
+    if k_off != 0:
+        k_ptr += k_off
+    if v_off != 0:
+        v_ptr += v_off
+    if cos_off != 0:
+        cos_ptr += cos_off
+    if sin_off != 0:
+        sin_ptr += sin_off
+    if kc_off != 0:
+        k_cache_ptr += kc_off
+    if vc_off != 0:
+        v_cache_ptr += vc_off
     _prologue(
-        _at(q_ptr, q_off), _at(k_ptr, k_off), _at(v_ptr, v_off), qw_ptr, kw_ptr,
-        _at(cos_ptr, cos_off), _at(sin_ptr, sin_off), pos_ptr, q_out_ptr, k_out_ptr,
-        _at(k_cache_ptr, kc_off), _at(v_cache_ptr, vc_off), slot_ptr, k_scale_ptr, v_scale_ptr,
-        q_eps_ptr, k_eps_ptr, tokens, num_slots, table_rows, q_eps, k_eps, q_st, q_sh, k_st, k_sh,
-        v_st, v_sh, cos_st, sin_st, kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3, HQ, HK,
-        D, DV, R, NORM, HAS_QW, HAS_KW, ONE_PLUS, QW_CODE, KW_CODE, NORM_CAST, X_CODE, QY_CODE,
-        KY_CODE, INTERLEAVED, FULL, HAS_POS, ROPE_CODE, OUT_CODE, WRITE, RETURN_K, K_FP8, V_FP8,
-        HAS_KS, HAS_VS, HAS_Q_EPS, HAS_K_EPS, BLOCK_SIZE, SHUFFLE, X, BH, BT, BV, HH, TT, STREAM)
+        q_ptr, k_ptr, v_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr, q_out_ptr, k_out_ptr,
+        k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, q_eps_ptr, k_eps_ptr, tokens,
+        num_slots, table_rows, q_eps, k_eps, q_st, q_sh, k_st, k_sh, v_st, v_sh, cos_st, sin_st,
+        kc_s0, kc_s1, kc_s2, kc_s3, vc_s0, vc_s1, vc_s2, vc_s3, HQ, HK, D, DV, R, NORM, HAS_QW,
+        HAS_KW, ONE_PLUS, QW_CODE, KW_CODE, NORM_CAST, X_CODE, QY_CODE, KY_CODE, INTERLEAVED, FULL,
+        HAS_POS, ROPE_CODE, OUT_CODE, WRITE, RETURN_K, K_FP8, V_FP8, HAS_KS, HAS_VS, HAS_Q_EPS,
+        HAS_K_EPS, BLOCK_SIZE, SHUFFLE, X, BH, BT, BV, HH, TT, STREAM)

@@ -111,40 +111,44 @@ def _pair_table(ptr, row, stride, R: tl.constexpr, BH: tl.constexpr, FULL: tl.co
 
 @triton.jit
 def _to_fp8(x, MODE: tl.constexpr):
-    """Bits of f32 x in e4m3fn (1) or e4m3fnuz (2): saturated, round to nearest even, NaN kept.
+    """Bits of f32 x in e4m3fn (1, 3) or e4m3fnuz (2): saturated, to nearest even, NaN kept."""
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    if MODE == 3:
+        native = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)  # saturates
+        return tl.where(x != x, 0x7F | sign, native).to(tl.uint8)
+    else:
+        return _to_fp8_by_integers(x, sign, MODE)
 
-    Integer arithmetic, so that every chip, and the interpreter, gives the bytes of torch's cast.
+
+@triton.jit
+def _to_fp8_by_integers(x, sign, MODE: tl.constexpr):
+    """Every chip, and the interpreter, gives the bytes of torch's cast.
+
     Normal results: add the rounding increment to the bit pattern and shift. Subnormal results:
     adding 2**k with the right k leaves the rounded mantissa in the low bits of the sum.
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    sign = bits & 0x80000000
-    mag = bits ^ sign
+    mag = x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     if MODE == 1:
         top: tl.constexpr = 0x43E00000  # 448.0
         low: tl.constexpr = 121 << 23  # 2**-6, the smallest normal
         shift: tl.constexpr = 141 << 23
         bias: tl.constexpr = ((127 - 7) << 23) - 0x7FFFF
-        nan: tl.constexpr = 0x7F
     else:
         top: tl.constexpr = 0x43700000  # 240.0
         low: tl.constexpr = 120 << 23  # 2**-7
         shift: tl.constexpr = 140 << 23
         bias: tl.constexpr = ((127 - 8) << 23) - 0x7FFFF
-        nan: tl.constexpr = 0x80
     is_nan = mag > 0x7F800000
     mag = tl.minimum(mag, top)
-    small = mag.to(tl.float32, bitcast=True) + tl.full([1], shift, tl.uint32).to(
-        tl.float32, bitcast=True)
-    small = small.to(tl.uint32, bitcast=True) - shift
+    step = tl.full([1], shift, tl.uint32).to(tl.float32, bitcast=True)
+    small = (mag.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True) - shift
     big = (mag - bias + ((mag >> 20) & 1)) >> 20
     out = tl.where(mag < low, small, big)
     if MODE == 1:
-        out = out | (sign >> 24)
-        out = tl.where(is_nan, nan | (sign >> 24), out)
+        out = tl.where(is_nan, 0x7F, out) | sign
     else:
-        out = tl.where(out == 0, 0, out | (sign >> 24))  # no negative zero
-        out = tl.where(is_nan, nan, out)
+        out = tl.where(out == 0, 0, out | sign)  # no negative zero
+        out = tl.where(is_nan, 0x80, out)
     return out.to(tl.uint8)
 
 
@@ -167,9 +171,20 @@ def _store(p, x, mask, STREAM: tl.constexpr):
 
 
 @triton.jit
-def _store_cache(ptr, x, scale, block, offset, h, d, s0, s1, s2, s3, mask, FP8: tl.constexpr,
+def _stored(x, scale, HAS_SCALE: tl.constexpr, FP8: tl.constexpr):
+    """What a cache keeps of f32 x: the bits of ``x / scale`` in an fp8 format, else x itself."""
+    if FP8 == 0:
+        return x
+    else:
+        if HAS_SCALE:
+            x = tl.div_rn(x, tl.zeros_like(x) + scale)
+        return _to_fp8(x, FP8)
+
+
+@triton.jit
+def _store_cache(ptr, x, block, offset, h, d, s0, s1, s2, s3, mask, FP8: tl.constexpr,
                  SHUFFLE: tl.constexpr, X: tl.constexpr, STREAM: tl.constexpr):
-    """Writes tile x (f32) into one cache; ``block``/``offset`` int64 [TT, 1, 1].
+    """Writes a tile of `_stored` values into one cache; ``block``/``offset`` int64 [TT, 1, 1].
 
     SHUFFLE 0: strides are block, offset, head. 1 (key): block, head, d // X, offset; 2 (value):
     block, head, offset // X, d.
@@ -180,11 +195,9 @@ def _store_cache(ptr, x, scale, block, offset, h, d, s0, s1, s2, s3, mask, FP8: 
         p = ptr + (block * s0 + h.to(tl.int64) * s1 + offset * s3) + ((d // X) * s2 + d % X)
     else:
         p = ptr + (block * s0 + h.to(tl.int64) * s1 + (offset // X) * s2 + offset % X) + d * s3
-    if FP8 == 0:
-        _store(p, x, mask, STREAM)
-    else:
-        p8 = p.to(tl.pointer_type(tl.uint8), bitcast=True)
-        _store(p8, _to_fp8(tl.div_rn(x, tl.zeros_like(x) + scale), FP8), mask, STREAM)
+    if FP8 != 0:
+        p = p.to(tl.pointer_type(tl.uint8), bitcast=True)
+    _store(p, x, mask, STREAM)
 
 
 @triton.jit

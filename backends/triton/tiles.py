@@ -5,13 +5,13 @@ that it can be explained and predicted (figures: docs/performance.md):
 
 * Many heads (16 or more): one token and eight heads, so that cos, sin and the weights are read
   once per program and neighbouring programs read neighbouring memory.
-* Few heads: a group of heads would leave programs half empty; from `FEW_TOKENS` tokens on a
-  program takes one head of eight tokens.
+* Few heads: a group of heads would leave programs half empty; a program takes one head of
+  several tokens.
 * Streaming hints (loads leave L2 first, stores too) once a call moves more than `STREAM_BYTES`:
   they gain 5 to 10 % there and cost as much below.
 
 Nothing is tuned at run time. The choice depends on what is static in a model (heads, head size)
-and on the class of the token count, never on the exact count: a model needs two or three variants.
+and on the class of the token count, never on the exact count: a model needs two variants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MANY_HEADS = 16
-FEW_TOKENS = 64
 STREAM_BYTES = 2 << 20
 
 
@@ -63,14 +62,14 @@ def choose(
     rows = 8 if head_dim <= 256 else 4
     if heads >= MANY_HEADS:
         return Tile(1, rows, 4, stream, "many heads: one token a program")
-    if count < FEW_TOKENS:
-        return Tile(1, min(rows, power_of_two(heads)), 4, stream, "few heads, few tokens")
-    return Tile(rows, 1, 4, stream, "few heads: one head of several tokens a program")
+    return Tile(
+        rows if stream else rows // 2, 1, 4, stream, "few heads: one head of several tokens"
+    )
 
 
 def choices(q_heads: int, kv_heads: int, head_dim: int, *, hints: bool = True) -> tuple[Tile, ...]:
     """Every tile that :func:`choose` can give for these heads, whatever the token count."""
     row = 4 * head_dim * (q_heads + 2 * kv_heads)
-    edges = (1, FEW_TOKENS - 1, FEW_TOKENS, STREAM_BYTES // row, STREAM_BYTES // row + 1, None)
+    edges = (1, STREAM_BYTES // row + 1, None)
     found = {choose(q_heads, kv_heads, head_dim, t, hints=hints) for t in edges}
     return tuple(sorted(found, key=lambda t: (t.tokens, t.heads, t.stream)))

@@ -62,10 +62,12 @@ def calls_for(sets: int) -> int:
     return sets * max(1, CALLS // sets)
 
 
-def copy_us(nbytes_read: int, nbytes_written: int, device: str = "cuda") -> float:
+def copy_us(
+    nbytes_read: int, nbytes_written: int, sets: int | None = None, device: str = "cuda"
+) -> float:
     """Microseconds of ``Tensor.copy_`` that reads and writes that many bytes in all."""
     half = (nbytes_read + nbytes_written) // 2
-    sets = sets_for(2 * half)
+    sets = sets or sets_for(2 * half)
     pairs = [
         (torch.randint(0, 255, (half,), dtype=torch.uint8, device=device),
          torch.empty(half, dtype=torch.uint8, device=device))

@@ -179,10 +179,13 @@ def verify(args: dict[str, Any], q: Tensor, shape: Shape) -> str:
 
 
 def measure(
-    shape: Shape, function: Callable[[dict[str, Any], Shape], Tensor], check: bool = True
+    shape: Shape,
+    function: Callable[[dict[str, Any], Shape], Tensor],
+    check: bool = True,
+    sets: int | None = None,
 ) -> tuple[float, str]:
     """(microseconds, error) of a function of (arguments, shape) under graph replay."""
-    sets = harness.sets_for(sum(shape.bytes))
+    sets = sets or harness.sets_for(sum(shape.bytes))
     args = [inputs(shape, seed) for seed in range(sets)]
     count = harness.calls_for(sets)
     graph, outputs = harness.capture(
@@ -220,9 +223,12 @@ def run(
     inductor: bool = True,
     cache_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    sets: int | None = None,
     report: Callable[[str], None] | None = print,
 ) -> list[Row]:
     """Measure and check every shape; prints a line each through ``report``.
+
+    ``sets`` fixes how many buffer sets rotate; by default enough to miss the L2 cache.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -236,10 +242,10 @@ def run(
         for t in tokens:
             shape = Shape(hq, hk, d, t, cache_dtype)
             chosen = tile or choose(hq, hk, d, t)
-            us, error = measure(shape, functools.partial(fused, tile=chosen))
-            floor = harness.copy_us(*shape.bytes)
+            us, error = measure(shape, functools.partial(fused, tile=chosen), sets=sets)
+            floor = harness.copy_us(*shape.bytes, sets)
             plainly = inductor and cache_dtype == torch.bfloat16  # index_put wants one dtype
-            plain = measure(shape, compiled(shape), check=False)[0] if plainly else None
+            plain = measure(shape, compiled(shape), check=False, sets=sets)[0] if plainly else None
             rows.append(Row(shape, str(chosen), us, floor, plain, error))
             if report:
                 report(str(rows[-1]))
