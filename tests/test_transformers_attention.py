@@ -1,0 +1,188 @@
+"""`fusion_paged` against transformers' own eager attention, model by model."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+from fusion.integrations.transformers import (
+    PagedAttentionError,
+    PagedKVCache,
+    forward_arguments,
+    generate,
+)
+from fusion.integrations.transformers.attention import (
+    WindowMask,
+    paged_attention_forward,
+    paged_mask,
+)
+from tests import models
+
+NEW = 6
+
+
+def paged(name: str, **options: Any) -> Any:
+    model = models.build(name, layers=2, **options)
+    model.set_attn_implementation("fusion_paged")
+    if model.config._attn_implementation != "fusion_paged":
+        pytest.skip(f"this transformers' {name} has no exchangeable attention function")
+    return model
+
+
+@torch.no_grad()
+def eager_logits(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
+    """`[step, B, V]`: what eager says at each step, from one forward over the whole text."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    rows = []
+    for prompt, new in zip(prompts, tokens, strict=True):
+        ids = torch.tensor([prompt + new[:-1]])
+        rows.append(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :])
+    model.set_attn_implementation(before)
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_logits_and_tokens_equal_eager(name: str) -> None:
+    model = paged(name)
+    prompts = models.prompts()  # longer than the window, at and across block borders
+    want = models.eager_greedy(model, prompts, NEW)
+    cache = PagedKVCache.for_model(model, 24, 8)
+    logits: list[torch.Tensor] = []
+    got = generate(model, prompts, NEW, cache, on_logits=lambda _, x: logits.append(x.clone()))
+    assert got == want
+    assert cache.free_blocks == 24
+    reference = eager_logits(model, prompts, want)
+    torch.testing.assert_close(torch.stack(logits), reference, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "KV_FIRST", "BLOCK_FIRST", "SHUFFLE"])
+def test_every_layout_gives_the_same_tokens(layout: str) -> None:
+    model = paged("qwen3")
+    prompts = models.prompts((9, 3))
+    want = models.eager_greedy(model, prompts, NEW)
+    cache = PagedKVCache.for_model(model, 8, 8, layout=layout)
+    assert generate(model, prompts, NEW, cache) == want
+
+
+def test_a_fork_goes_on_from_the_same_tokens() -> None:
+    model = paged("gemma3")
+    prompt = models.prompts((13,))[0]
+    continuations = models.prompts((3, 3), seed=5)
+    cache = PagedKVCache.for_model(model, 12, 8)
+    parent = cache.allocate()
+    run(model, cache, [parent], [prompt])
+    child = cache.fork(parent)
+    both = zip((parent, child), continuations, strict=True)
+    last = [run(model, cache, [sequence], [new]) for sequence, new in both]
+    for logits, continuation in zip(last, continuations, strict=True):
+        reference = eager_logits(model, [prompt + continuation], [[0]])[0]
+        torch.testing.assert_close(logits, reference, atol=2e-4, rtol=1e-4)
+
+
+def test_chunked_prefill_and_rollback() -> None:
+    model = paged("gemma3")
+    text = models.prompts((21,))[0]
+    cache = PagedKVCache.for_model(model, 12, 8)
+    sequence = cache.allocate()
+    run(model, cache, [sequence], [text[:9]])
+    run(model, cache, [sequence], [[1, 2, 3, 4, 5]])  # a rejected draft
+    cache.truncate(sequence, 9)
+    logits = run(model, cache, [sequence], [text[9:]])
+    torch.testing.assert_close(logits, eager_logits(model, [text], [[0]])[0], atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def run(
+    model: Any, cache: PagedKVCache, sequences: list[int], tokens: list[list[int]]
+) -> torch.Tensor:
+    """One forward; the logits of each sequence's newest token."""
+    inputs = cache.inputs(sequences, [len(t) for t in tokens])
+    inputs.token_ids.copy_(torch.tensor([[x for t in tokens for x in t]]))
+    return model(**forward_arguments(inputs)).logits[0, inputs.last_rows]
+
+
+def call(**changes: Any) -> torch.Tensor:
+    """The attention function itself on one layer of 4 query and 2 KV heads."""
+    cache = PagedKVCache.for_model(
+        models.build("qwen3", layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+        4,
+        4,
+    )
+    inputs = cache.inputs([cache.allocate()], [3])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 3, 16, generator=generator) for h in (4, 2, 2))
+    module = SimpleNamespace(layer_idx=0, is_causal=True)
+    arguments = {"module": module, "query": q, "key": k, "value": v, "paged_kv": inputs, **changes}
+    return paged_attention_forward(**arguments)[0]
+
+
+def test_causality_comes_from_the_layer() -> None:
+    causal = call()
+    other = call(module=SimpleNamespace(layer_idx=0, is_causal=False))
+    assert torch.equal(causal, call(is_causal=True))
+    assert torch.equal(other, call(is_causal=False))
+    # The last row sees everything either way, the first one does not.
+    assert torch.equal(causal[:, -1], other[:, -1])
+    assert not torch.allclose(causal[:, 0], other[:, 0])
+    config = SimpleNamespace(is_causal=False)
+    module = SimpleNamespace(layer_idx=0, is_causal=True, config=config)
+    assert torch.equal(other, call(module=module))
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    _, _, v = (torch.randn(1, h, 3, 16, generator=generator) for h in (4, 2, 2))
+    own_value = v.transpose(1, 2).repeat_interleave(2, 2)
+    torch.testing.assert_close(call(sliding_window=1), own_value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paged_kv": None}, "needs paged_kv="),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "no place for a mask tensor"),
+        ({"position_bias": torch.zeros(1)}, "no place for a position_bias"),
+        ({"dropout": 0.1}, "for inference"),
+        ({"attention_mask": WindowMask(4)}, "passes sliding_window=None"),
+        ({"attention_mask": WindowMask(4), "sliding_window": 5}, "passes sliding_window=5"),
+        ({"module": SimpleNamespace(layer_idx=3)}, "layers 0 to 0"),
+        ({"module": SimpleNamespace()}, "layer_idx None"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PagedAttentionError, match=message):
+        call(**changes)
+
+
+def test_a_layer_without_cache_that_attends_is_named() -> None:
+    model = paged("qwen3")
+    full = PagedKVCache.for_model(model, 4, 4)
+    cache = PagedKVCache.for_model(model, 4, 4, layers=(full.layers[0], None))
+    with pytest.raises(PagedAttentionError, match="layer 1 attends, but the cache was built"):
+        run(model, cache, [cache.allocate()], [[1, 2]])
+
+
+def test_masks_that_would_be_lost_are_refused() -> None:
+    config = models.config("qwen3", 1, sliding_window=4, use_sliding_window=True)
+    config._attn_implementation = "fusion_paged"
+    embeds = torch.zeros(1, 3, 8)
+    arguments = {"config": config, "inputs_embeds": embeds, "attention_mask": None}
+    accepted = inspect.signature(create_causal_mask).parameters
+    cache = "cache" if "cache" in accepted else "past_key_values"
+    arguments[cache] = None
+    assert create_causal_mask(**arguments) is None
+    with pytest.raises(PagedAttentionError, match="own mask function"):
+        create_causal_mask(**arguments, or_mask_function=lambda *_: True)
+    config.attention_chunk_size = 4
+    with pytest.raises(PagedAttentionError, match="chunked attention"):
+        create_chunked_causal_mask(**arguments)
+    assert paged_mask(local_size=12, config=SimpleNamespace()) == WindowMask(12)
