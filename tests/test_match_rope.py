@@ -189,8 +189,10 @@ def test_layouts(dims: str, spelling: Spelling) -> None:
     assert rope.cos.roles[-1] == "dim"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 4), (4, 4, 4), (2, 32, 3), (32, 32, 32), (2, 1, 3),
-                                   (1, 5, 1), (3, 5, 1)])  # fmt: skip
+EQUAL = [(1, 1, 1), (1, 4, 4), (4, 4, 4), (2, 32, 3), (32, 32, 32), (2, 1, 3), (1, 5, 1), (3, 5, 1)]
+
+
+@pytest.mark.parametrize("sizes", EQUAL)
 def test_equal_sizes_do_not_confuse_axes(sizes: tuple[int, int, int]) -> None:
     """(B, S, H): a size is no identity; D is 32."""
     b, s, h = sizes
@@ -337,7 +339,9 @@ GATHERS: dict[str, Callable[[Any, Any], Any]] = {
     "index": lambda cache, at: cache[at],
     "embedding": lambda cache, at: torch.nn.functional.embedding(at, cache),
     "index_select": lambda cache, at: cache.index_select(0, at.flatten()).view(*at.shape, -1),
-    "gather": lambda cache, at: cache.gather(0, at.flatten()[:, None].expand(-1, cache.shape[-1])).view(*at.shape, -1),
+    "gather": lambda cache, at: cache.gather(
+        0, at.flatten()[:, None].expand(-1, cache.shape[-1])
+    ).view(*at.shape, -1),
 }  # fmt: skip
 
 
