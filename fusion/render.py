@@ -35,6 +35,8 @@ def to_text(report: Report, *, all_sites: bool = False) -> str:
         for g in groups:
             if g.first.near_miss:
                 lines += ["", *_explain(g)]
+            else:
+                lines += _passed_over(g)
     return "\n".join(lines) + "\n"
 
 
@@ -106,6 +108,22 @@ def _explain(g: Group) -> list[str]:
         lines.append("    read: " + "; ".join(f"{k} {v}" for k, v in site.facts.items()))
     if site.hint:
         lines.append(f"    nearest change: {site.hint}")
+    return lines
+
+
+def _passed_over(g: Group) -> list[str]:
+    """The kernels that selection wanted more than the one that it took, each with its reasons."""
+    lines: list[str] = []
+    for candidate in g.first.candidates:
+        if candidate.kernel == g.first.kernel:
+            break
+        if not candidate.accepted:
+            lines += [
+                "",
+                f"  {_count(g)}: {g.first.kernel}, because {candidate.kernel} was refused",
+            ]
+            for reason in candidate.reasons:
+                lines += _reason(reason, "    ")
     return lines
 
 

@@ -139,6 +139,20 @@ def test_text_explains_misses_and_only_those():
     assert "triton refused" not in text
 
 
+def test_text_says_why_a_preferred_kernel_was_passed_over():
+    chosen = site(
+        0,
+        kernel="triton",
+        candidates=(Candidate("aiter", False, (GATE,)), Candidate("triton", True)),
+    )
+    text = Report((GraphReport("0/0", (chosen,)),)).to_text()
+    assert "triton, because aiter was refused" in text
+    assert "gate.head-dim: head size" in text
+    # What stands behind the chosen one in the order of preference is of no interest.
+    behind = replace(chosen, candidates=tuple(reversed(chosen.candidates)))
+    assert "refused" not in Report((GraphReport("0/0", (behind,)),)).to_text()
+
+
 def test_a_site_left_alone_is_no_near_miss():
     sites = report().sites
     assert [s.near_miss for s in sites] == [False, False, False, True, True, False]
@@ -197,6 +211,8 @@ def test_plain_makes_json_of_anything():
         ("getattr(L['self'].model.layers, '0').attn", "model.layers.0.attn"),
         ("getattr(getattr(L['self'].model, 'layers'), '0')", "model.layers.0"),
         ("L['self'].__dict__['_modules']['layers']._modules['1']", "layers.1"),
+        ("L['args'][0].model.layers[0].attn", "model.layers.0.attn"),
+        ("L['layers'][3].attn", "3.attn"),
         ("L['self']", None),
         ("", None),
         ("model.layers.0", "model.layers.0"),

@@ -19,7 +19,10 @@ from torch.fx import Node
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.M)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_ROOT = re.compile(r"^(L|G)\[['\"]?[^\]'\"]*['\"]?\]\.?|^L__self___?")
+# The root of a path is an argument of the compiled function; ``*args`` adds an index.
+_ROOT = re.compile(
+    r"^(?:[LG]\[['\"]args['\"]\]\[\d+\]|[LG]\[['\"]?[^\]'\"]*['\"]?\])\.?|^L__self___?"
+)
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 _GETATTR = re.compile(r"getattr\(([^()]+), ['\"]([^'\"]+)['\"]\)")
 
