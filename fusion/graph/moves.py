@@ -272,9 +272,9 @@ def _cat(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
 
 
 def shape_or_empty(node: Node) -> tuple[int, ...]:
-    """The shape, where a tensor of no elements answers ``(0,)`` (a legal operand of cat)."""
+    """The shape, where a tensor of no elements answers ``(0,)`` (it adds nothing to a cat)."""
     value = value_of(node)
-    if getattr(value, "ndim", None) == 1 and isinstance(value.shape[0], int) and not value.shape[0]:
+    if any(isinstance(size, int) and size == 0 for size in getattr(value, "shape", ())):
         return (0,)
     return shape_of(node)
 
