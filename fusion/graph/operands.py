@@ -6,7 +6,6 @@ them. See there for what the fields mean.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Protocol
 
 import torch
@@ -96,12 +95,16 @@ class WriteLike(Protocol):
 
 def kind_of(value: object) -> type | None:
     """The protocol that an operand satisfies, None for nodes and constants."""
-    return _kind(value.__class__)
+    cls = type(value)
+    if cls not in _KINDS:  # looking at the fields is slow: once a class
+        _KINDS[cls] = _kind(cls)
+    return _KINDS[cls]
 
 
-@functools.cache
-def _kind(cls: Any) -> type | None:
-    """Asked once a class: looking at the fields is slow."""
+_KINDS: dict[type, type | None] = {}
+
+
+def _kind(cls: type) -> type | None:
     names = {n for c in cls.__mro__ for n in getattr(c, "__annotations__", {})}
     for protocol, fields in _FIELDS:
         if fields <= names:

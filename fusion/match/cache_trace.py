@@ -136,7 +136,11 @@ class Trace:
             self._set(node, self._parts[first][int(node.args[1])])  # type: ignore[arg-type]
             return
         state = self.states.get(first) if first is not None else None
-        if first is not None and first in self.lost and (cv.is_view(node) or cv.is_getitem(node)):
+        if name == "aten::copy" and _replaces(node):
+            # The value of `copy(old, new)` is `new`; what it overwrites is not read.
+            first = node.args[1]  # type: ignore[assignment]
+            state = self.states.get(first) if first is not None else None
+        if first is not None and first in self.lost and _passes_on(node, name):
             self.lost[node] = self.lost[first]
             return
         if name == "aten::copy_" and first is not None:
@@ -146,6 +150,8 @@ class Trace:
                 self._read(node, node.all_input_nodes)
         elif name in _META_ONLY:
             return
+        elif name == "aten::copy" and _replaces(node):
+            self._set(node, replace(state, strided=False))
         elif cv.is_view(node):
             self._view(node, state)
         elif name == "aten::as_strided":
@@ -312,6 +318,21 @@ class Trace:
             version = old.version | write.version
             fresh[view.base_index] = replace(old, version=version, strided=False)
         self._parts[node] = out + fresh
+
+
+def _replaces(node: Node) -> bool:
+    """Whether ``copy(old, new)`` only takes over ``new``: no conversion, no broadcasting."""
+    old, new = node.args[0], node.args[1]
+    if not (isinstance(old, Node) and isinstance(new, Node)):
+        return False
+    a, b = old.meta["val"], new.meta["val"]
+    return a.dtype == b.dtype and cv.all_equal(tuple(a.shape), tuple(b.shape))
+
+
+def _passes_on(node: Node, name: str) -> bool:
+    """Whether a value cut from a buffer in an unknown way lives on in the node."""
+    rewriting = cv.is_scatter(node) or name in _ROW_OPS or name == "aten::copy"
+    return rewriting or cv.is_view(node) or cv.is_getitem(node) or cv.is_split(node)
 
 
 def _fresh(node: Node) -> State:

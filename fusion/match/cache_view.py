@@ -116,52 +116,30 @@ class Region:
         return self.narrow(d, start, length, step)
 
     def regroup(self, shape: Sequence[Size]) -> Region | None:
-        """``view(shape)``: None when no strides express it (or it is not known to)."""
-        shape = list(shape)
-        unknown = [i for i, n in enumerate(shape) if isinstance(n, int) and n == -1]
-        if unknown:
-            return None
-        stride: list[Size] = []
-        # Groups of (size, stride) runs of the old dimensions that are one arithmetic sequence.
+        """``view(shape)``: None when no strides express it (or it is not known to).
+
+        The rule of ``torch.Tensor.view``: walk both shapes from the last dimension; old
+        dimensions whose strides continue each other form a run, and new ones must fill runs.
+        """
+        stride: list[Size] = [0] * len(shape)
+        position = len(shape) - 1
         old = [(n, s) for n, s in zip(self.size, self.stride, strict=True) if not equal(n, 1)]
-        position = 0
-        rest: Size = 1  # entries left in the current old dimension, outermost first
-        step: Size = 0
-        for index, n in enumerate(shape):
-            if equal(n, 1):
-                stride.append(0)
+        step: Size = old[-1][1] if old else 1
+        run: Size = 1
+        filled: Size = 1
+        for index in range(len(old) - 1, -1, -1):
+            run = run * old[index][0]
+            if index > 0 and equal(old[index - 1][1], run * step):
                 continue
-            need = n
-            first = True
-            inner: Size = None
-            if not equal(rest, 1):
-                # Split the old dimension: the new one takes its outer part.
-                left = _divide(rest, n)
-                if left is None:
-                    return None
-                stride.append(step * left)
-                rest = left
-                continue
-            while first or not equal(need, 1):
-                if position == len(old):
-                    return None
-                size, step_new = old[position]
-                if not first and not equal(inner, size * step_new):
-                    return None
-                position += 1
-                left = _divide(need, size)
-                if left is not None:
-                    # The whole old dimension goes into the new one.
-                    need, inner, first = left, step_new, False
-                    continue
-                left = _divide(size, need)
-                if left is None:
-                    return None
-                rest, step, inner, need = left, step_new, step_new * left, 1
-                first = False
-            stride.append(inner)
-            del index
-        if not equal(rest, 1) or position != len(old):
+            while position >= 0 and (not equal(filled, run) or equal(shape[position], 1)):
+                stride[position] = filled * step
+                filled = filled * shape[position]
+                position -= 1
+            if not equal(filled, run):
+                return None
+            if index > 0:
+                step, run, filled = old[index - 1][1], 1, 1
+        if any(not equal(n, 1) for n in shape[: position + 1]):
             return None
         return Region(tuple(shape), tuple(stride), self.offset)
 
@@ -195,20 +173,6 @@ class Region:
             b = Region(b.size[:j] + b.size[j + 1 :], b.stride[:j] + b.stride[j + 1 :], b.offset)
             if not (known(a.last - b.offset < s) and known(b.last - a.offset < s)):
                 return False
-
-
-def _divide(a: Size, b: Size) -> Size | None:
-    """``a / b`` where b is known to divide a, else None."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b > 0 and a % b == 0 else None
-    if equal(a, b):
-        return 1
-    try:
-        if known(b > 0) and known(a % b == 0):
-            return a // b
-    except (TypeError, ZeroDivisionError):
-        return None
-    return None
 
 
 def _name(node: Node) -> str:
