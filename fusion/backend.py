@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,17 @@ def fusion(
     REGISTRY.commit(entry)
     _trace(entry)
     return compiled
+
+
+def _reset() -> None:
+    """What ``torch.compiler.reset`` asks of a backend: drop Inductor's CUDA-graph trees."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+
+
+# Dynamo looks for the attribute on the backend function.
+fusion.reset = _reset  # type: ignore[attr-defined]
 
 
 def header(manager: PassManager) -> Report:

@@ -236,7 +236,7 @@ def test_source_is_the_model_file_and_never_torch():
         f'  File "{torch_file}", line 9, in forward\n    b\n'
         '  File "<string>", line 3, in f\n'
     )
-    assert frames_of(node) == [(__file__, 7)]
+    assert frames_of(node) == ((__file__, 7),)
     assert source_of(node).endswith("test_report.py:7")
     # A helper outside the file of the layer's class is not where the layer is.
     node.meta["stack_trace"] += '  File "/elsewhere/helper.py", line 5, in f\n'

@@ -62,13 +62,17 @@ def module_class_of(node: Node) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def frames_of(node: Node) -> list[tuple[str, int]]:
+def frames_of(node: Node) -> tuple[tuple[str, int], ...]:
     """The user frames ``(file, line)`` of a node, outermost first; torch's own left out."""
     text = node.meta.get("stack_trace")
-    if not isinstance(text, str):
-        return []
+    return _frames(text) if isinstance(text, str) else ()
+
+
+# Layers share their code, and so their stack traces: the caches are what keeps this cheap.
+@functools.lru_cache(maxsize=8192)
+def _frames(text: str) -> tuple[tuple[str, int], ...]:
     found = [(m["file"], int(m["line"])) for m in _FRAME.finditer(text)]
-    return [(f, n) for f, n in found if not f.startswith((_TORCH, "<"))]
+    return tuple((f, n) for f, n in found if not f.startswith((_TORCH, "<")))
 
 
 def source_of(node: Node) -> str | None:
@@ -77,10 +81,16 @@ def source_of(node: Node) -> str | None:
     The innermost frame in the file that defines the node's layer; failing that, the innermost
     frame that is neither torch's nor fusion's; None where there is no trace.
     """
-    frames = frames_of(node)
+    text = node.meta.get("stack_trace")
+    return _source(text, module_class_of(node)) if isinstance(text, str) else None
+
+
+@functools.lru_cache(maxsize=8192)
+def _source(text: str, module_class: str | None) -> str | None:
+    frames = _frames(text)
     if not frames:
         return None
-    home = _module_file(module_class_of(node))
+    home = _module_file(module_class)
     if home is not None:
         for file, line in reversed(frames):
             if os.path.abspath(file) == home:
