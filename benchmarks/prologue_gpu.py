@@ -23,7 +23,7 @@ import traceback
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-S, N = True, False
+S, N = 3, 0
 TILES = [
     (1, 8, 4, S), (1, 8, 2, S), (1, 8, 1, S), (1, 16, 4, S), (1, 16, 2, S), (2, 8, 4, S),
     (4, 8, 4, S), (8, 1, 4, S), (16, 1, 4, S), (8, 1, 2, S), (4, 2, 2, S), (2, 4, 1, S),
@@ -111,6 +111,47 @@ def sweep(out) -> None:
             best = "  ".join(f"{u:.2f} {x} {s}" for u, x, s in found[:6])
             print(f"{shape} copy {floor:.2f} best/{found[0][0] / floor:.3f}: {best}", flush=True)
     (out / "sweep.txt").write_text("\n".join(lines))
+
+
+HINT_TILES = {
+    16: [(1, 8, 4), (1, 16, 8), (1, 16, 4), (1, 8, 8)],
+    1: [(4, 1, 4), (8, 1, 4), (8, 1, 8), (16, 1, 4), (4, 2, 2), (2, 4, 1), (2, 8, 4), (4, 1, 2)],
+}
+
+
+def hints(out) -> None:
+    """Which hints pay where: 0 none, 1 loads, 2 stores, 3 both; buffers in L2 (8 sets) and not."""
+    from fusion.backends.triton.bench import prologue as bench
+
+    def tiles_of(heads):
+        return [(*t, m) for t in HINT_TILES[16 if heads[0] > 8 else 1] for m in range(4)]
+
+    with pool() as workers:
+        list(
+            workers.map(
+                _warm, [(h, t, True) for h in bench.HEADS for t in tiles_of(h)], chunksize=4
+            )
+        )
+    lines = []
+    for h, tokens in (((32, 8, 128), (128, 512, 1024)), ((64, 8, 128), (128, 1024)),
+                      ((8, 1, 128), (128, 512, 1024, 2048))):  # fmt: skip
+        for t in tokens:
+            shape = bench.Shape(*h, t)
+            for sets in (8, None):
+                floor = min(bench.harness.copy_us(*shape.bytes, sets) for _ in range(2))
+                found = []
+                for tile in tiles_of(h):
+                    run = functools.partial(bench.fused, tile=_tile(tile))
+                    us, error = bench.measure(shape, run, sets=sets)
+                    assert not error
+                    found.append((us, tile))
+                    lines.append(f"{shape} sets {sets} {tile} {us:.3f} copy {floor:.3f}")
+                found.sort()
+                print(f"{shape} sets {sets} copy {floor:.2f}: " + "  ".join(
+                    f"{u:.2f} {x}" for u, x in found[:5]), flush=True)  # fmt: skip
+                ours = min(u for u, x in found if x[3] == 0)
+                print(f"      no hints best {ours:.2f}", flush=True)
+    (out / "hints.txt").write_text("\n".join(lines))
 
 
 def table(out, inductor_tokens=None) -> None:
@@ -436,7 +477,9 @@ def main() -> int:
             globals()[name](out)
         except Exception:
             failed.append(name)
-            print(f"FAILED {name}\n{traceback.format_exc()[-2500:]}")
+            print(
+                f"FAILED {name}\n{traceback.format_exc()[:1500]}\n...{traceback.format_exc()[-600:]}"
+            )
         print(f"-- {name} {time.time() - begin:.0f} s", flush=True)
     print(f"{time.time() - start:.0f} s in all; failed: {failed or 'none'}")
     return bool(failed)

@@ -1,7 +1,8 @@
 """What the Triton prologue offers to selection, and what it requires of a call.
 
 There is little: any head size up to 512, any strides that keep a head's elements side by side in
-the cache, any page size, any rotary width. Everything is stated, so that ``fusion kernels`` shows
+the cache, any page size, any rotary width. Sizes may be symbolic (but for a token count, a compiled
+graph is specialised on them). Everything is stated, so that ``fusion kernels`` shows
 the same table for every kernel.
 """
 
@@ -55,31 +56,21 @@ def _scale_location(call: KernelCall) -> tuple[bool, object, str]:
 
 
 def _head_dims(call: KernelCall) -> tuple[bool, object, str]:
-    sizes = [s.shape[2] for n in ("query", "key", "value") if (s := call.tensor(n)) is not None]
+    """A symbolic size is judged by its example: a compiled graph is specialised on it."""
+    sizes = [s.hint(2) for n in ("query", "key", "value") if (s := call.tensor(n)) is not None]
     ok = all(d is not None and 1 <= d <= MAX_HEAD_DIM for d in sizes)
-    text = " and ".join("symbolic" if d is None else str(d) for d in dict.fromkeys(sizes))
-    return ok, text, "a head size is symbolic or too large"
-
-
-def _heads(call: KernelCall) -> tuple[bool, object]:
-    heads = [s.shape[1] for n in ("query", "key") if (s := call.tensor(n)) is not None]
-    return None not in heads, " and ".join("symbolic" if h is None else str(h) for h in heads)
-
-
-def _page(call: KernelCall) -> tuple[bool, object]:
-    cache = call.need("key_cache")
-    size = cache.shape[3 if call.kv_layout == "SHUFFLE" else 1]
-    return size is not None, "symbolic" if size is None else size
+    text = " and ".join("unknown" if d is None else str(d) for d in dict.fromkeys(sizes))
+    return ok, text, "a head size is unknown or too large"
 
 
 def _weights(call: KernelCall) -> tuple[bool, object]:
-    dim = call.need("key").shape[2]
-    shapes = [s.shape for n in ("q_weight", "k_weight") if (s := call.tensor(n)) is not None]
-    return all(s == (dim,) for s in shapes), ", ".join(map(str, shapes)) or "absent"
+    dim = call.need("key").hint(2)
+    specs = [s for n in ("q_weight", "k_weight") if (s := call.tensor(n)) is not None]
+    return all(s.ndim == 1 and s.hint(0) == dim for s in specs), ", ".join(map(str, specs))
 
 
 def _rotary(call: KernelCall) -> tuple[bool, object]:
-    rotary, dim = call.attributes.get("rotary_dim"), call.need("key").shape[2]
+    rotary, dim = call.attributes.get("rotary_dim"), call.need("key").hint(2)
     ok = isinstance(rotary, int) and dim is not None and 0 <= rotary <= dim and rotary % 2 == 0
     return ok, rotary
 
@@ -92,14 +83,12 @@ _EVERY: tuple[Condition, ...] = (
     Check("one device", "one device for all", "gate.device", _one_device),
     DtypeIn(("query", "key", "value"), _FLOATS),
     SameDtype(("query", "key")),
-    Check("head sizes", f"static, at most {MAX_HEAD_DIM}", "gate.head-dim", _head_dims),
-    Check("heads", "static", "gate.argument", _heads),
+    Check("head sizes", f"at most {MAX_HEAD_DIM}", "gate.head-dim", _head_dims),
 )
 _WRITE: tuple[Condition, ...] = (
     DtypeIn(_CACHES, (*_FLOATS, *_FP8), "gate.cache-dtype"),
     DtypeIn(("slot_mapping",), _INTS),
     UnitLastStride(_CACHES),
-    Check("page size", "static", "gate.block-size", _page),
     Check("fp8 scales", "one float on the device", "gate.scale-location", _scale_location),
 )
 _ROPE: tuple[Condition, ...] = (
@@ -137,11 +126,11 @@ _FUNCTIONS = {
 def _describe(call: KernelCall) -> Mapping[str, Any]:
     """The tile for this call and the rule that chose it; one launch in every case."""
     query, key, value = call.tensor("query"), call.need("key"), call.tensor("value")
-    sizes = [key.shape[1], key.shape[2], query.shape[1] if query is not None else 0]
+    sizes = [key.hint(1), key.hint(2), query.hint(1) if query is not None else 0]
     if None in sizes:
         return {"launches": 1}
     kv_heads, dim, q_heads = (int(s or 0) for s in sizes)
-    dim = max(dim, (value.shape[2] or 0) if value is not None else 0)
+    dim = max(dim, (value.hint(2) or 0) if value is not None else 0)
     hints = call.target.vendor == "nvidia"
     tile = tiles.choose(q_heads, kv_heads, dim, key.hint(0), hints=hints)
     return {"tile": str(tile), "launches": 1, "num_warps": tile.warps}

@@ -154,8 +154,8 @@ def _to_fp8_by_integers(x, sign, MODE: tl.constexpr):
 
 @triton.jit
 def _load(rows, d, mask, STREAM: tl.constexpr):
-    """Activations as f32. STREAM: they will not be read again, so they may leave L2 first."""
-    if STREAM:
+    """Activations as f32. STREAM 1 or 3: read once, they may leave L2 first."""
+    if STREAM % 2 == 1:
         return tl.load(rows + d, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     else:
         return tl.load(rows + d, mask=mask, other=0.0).to(tl.float32)
@@ -163,8 +163,8 @@ def _load(rows, d, mask, STREAM: tl.constexpr):
 
 @triton.jit
 def _store(p, x, mask, STREAM: tl.constexpr):
-    """Stores x in the pointer's dtype. STREAM: more than the L2 cache will hold is written."""
-    if STREAM:
+    """Stores x in the pointer's dtype. STREAM 2 or 3: it need not stay in L2."""
+    if STREAM >= 2:
         tl.store(p, x.to(p.dtype.element_ty), mask=mask, cache_modifier=".cs")
     else:
         tl.store(p, x.to(p.dtype.element_ty), mask=mask)

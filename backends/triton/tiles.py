@@ -29,7 +29,7 @@ class Tile:
     tokens: int
     heads: int
     warps: int
-    stream: bool = False
+    stream: int = 0
     why: str = ""
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def choose(
     heads = max(q_heads, kv_heads)
     count = 1 << 20 if tokens is None else tokens
     moved = 4 * head_dim * (q_heads + 2 * kv_heads) * count  # two bytes read, two written
-    stream = hints and moved >= STREAM_BYTES
+    stream = 3 if hints and moved >= STREAM_BYTES else 0
     rows = 8 if head_dim <= 256 else 4
     if heads >= MANY_HEADS:
         return Tile(1, rows, 4, stream, "many heads: one token a program")
