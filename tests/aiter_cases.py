@@ -93,9 +93,9 @@ G0 = Case(
 """The reference block of open_cases.md: Qwen3-like, packed qkv, packed cache."""
 
 
-def build(case: Case) -> tuple[dict[str, Any], Tensor]:
+def build(case: Case, device: str = "cpu") -> tuple[dict[str, Any], Tensor]:
     """Arguments of a prologue case with one epsilon for q and k, and its cache's storage."""
-    args, storage = prologue_cases.build(case)
+    args, storage = prologue_cases.build(case, device)
     if "norm" in case.op:
         args["k_eps"] = args["q_eps"]
     assert storage is not None
@@ -105,21 +105,21 @@ def build(case: Case) -> tuple[dict[str, Any], Tensor]:
 def rows_with_slot(args: dict[str, Any]) -> Tensor:
     """``[T]`` bool: which rows are written."""
     tokens = args["key"].shape[0]
-    keep = torch.zeros(tokens, dtype=torch.bool)
+    keep = torch.zeros(tokens, dtype=torch.bool, device=args["key"].device)
     keep[: args["slot_mapping"].shape[0]] = args["slot_mapping"] >= 0
     return keep
 
 
-def check_prologue(case: Case, run: Any = None) -> None:
+def check_prologue(case: Case, device: str = "cpu") -> None:
     """Run AITER's adapter on a case and compare q, k and the whole cache with the reference.
 
     AITER rounds once where the graph may round twice, so q and k may differ by a few units of
     their dtype. The cache must hold exactly the bytes of a reference write of AITER's own k.
     """
-    args, storage = build(case)
-    want_args, want_storage = build(case)
+    args, storage = build(case, device)
+    want_args, want_storage = build(case, device)
     want_args["return_key"] = args["return_key"] = True
-    run = run or KERNELS[case.op].fn
+    run = KERNELS[case.op].fn
     fp8 = case.cache in ("fn", "fnuz")
     if fp8:
         args["return_key"] = False
@@ -134,11 +134,11 @@ def check_prologue(case: Case, run: Any = None) -> None:
     scale = k_want.double().abs().amax(-1, keepdim=True).clamp(min=1.0) * 2
     prologue_cases.close("k", k[rows], k_want[rows], 3, scale[rows])
     assert not k[~rows].any(), "rows without a slot must be defined, as zeros"
-    expected_args, expected = build(case)
+    expected_args, expected = build(case, device)
     write = ("value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
     reference.kv_cache_write(k, **{n: expected_args[n] for n in write})
     assert torch.equal(storage, expected), f"{int((storage != expected).sum())} cache bytes differ"
-    again, storage_again = build(case)
+    again, storage_again = build(case, device)
     q_again, none = run(**{**again, "return_key": False})
     assert none.shape[0] == 0
     assert torch.equal(q, q_again)

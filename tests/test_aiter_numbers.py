@@ -103,15 +103,23 @@ def test_no_tokens_never_calls_aiter() -> None:
         assert state.calls == []
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"positions": None}, {"full_width": True}, {"rope_style": "interleaved"},
-    {"rope_style": "interleaved", "full_width": True, "positions": None},
-    {"rope_dtype": "f32"}, {"rope_dtype": "f32", "table": "f32"}, {"table": "f32"},
-    {"fewer_slots": 2}, {"qkv": "transposed"}, {"qkv": "strided"}, {"layout": "nhd"},
-    {"dim": 64, "slots": "int32", "positions": "int32"}, {"layout": "padded"},
-])  # fmt: skip
-def test_rope(change: dict[str, Any]) -> None:
-    case = dataclasses.replace(G0, op="rope_kv_cache", **change)
+ROPE: dict[str, dict[str, Any]] = {
+    "table": {}, "per token": {"positions": None}, "full width": {"full_width": True},
+    "interleaved": {"rope_style": "interleaved"},
+    "interleaved, full width, per token": {
+        "rope_style": "interleaved", "full_width": True, "positions": None
+    },
+    "float32 rope": {"rope_dtype": "f32"},
+    "float32 rope and tables": {"rope_dtype": "f32", "table": "f32"},
+    "float32 tables": {"table": "f32"}, "fewer slots": {"fewer_slots": 2},
+    "transposed": {"qkv": "transposed"}, "strided": {"qkv": "strided"}, "NHD": {"layout": "nhd"},
+    "int32": {"dim": 64, "slots": "int32", "positions": "int32"}, "padded": {"layout": "padded"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope(name: str) -> None:
+    case = dataclasses.replace(G0, op="rope_kv_cache", **ROPE[name])
     with standin():
         args, _ = build(case)
         assert refusals("rope_kv_cache", args) == []
@@ -147,6 +155,7 @@ def attention_args(
     kv_heads: int = 2,
     tail: int = 0,
     window: tuple[int, int] = (-1, -1),
+    device: str = "cpu",
     **more: Any,
 ) -> dict[str, Any]:
     """A paged call; slots that hold no key are NaN, pages left of the window are out of range."""
@@ -166,16 +175,20 @@ def attention_args(
     if cache in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         limit = torch.finfo(cache).max
         kv = (kv * 4).clamp(-limit, limit)
-    kv = kv.to(cache or dtype)
+    kv = kv.to(cache or dtype).to(device)
     starts = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1]) + tail
-    return {
+    args = {
         "query": torch.randn(tokens, heads, dim, generator=g).to(dtype),
         "key_cache": kv[..., :dim], "value_cache": kv[..., dim:], "block_table": table,
         "seq_lens": torch.tensor(lens, dtype=torch.int32), "query_start_loc": starts,
         "max_query_len": max(rows), "max_seq_len": max(lens), "scale": dim**-0.5,
         "causal": True, "window_left": window[0], "window_right": window[1], **more,
     }  # fmt: skip
+    return {
+        n: v.to(device) if isinstance(v, torch.Tensor) and "cache" not in n else v
+        for n, v in args.items()
+    }
 
 
 def check_attention(args: dict[str, Any], **how: Any) -> None:

@@ -167,10 +167,16 @@ def guarded(ranks: Mapping[str, int], conditions: Sequence[Condition]) -> tuple[
         have = {n: s for n in ranks if (s := call.tensor(n)) is not None}
         return [f"{n} {s}" for n, s in have.items() if s.ndim != ranks[n]]
 
+    last: tuple[KernelCall | None, bool] = (None, False)
+
     def fits(call: KernelCall) -> bool:
-        return not wrong(call) and all(
-            s.ndim == 4 for n in ("key_cache", "value_cache") if (s := call.tensor(n)) is not None
-        )
+        nonlocal last  # asked once for each condition of the same call
+        seen, answer = last
+        if seen is not call:
+            halves = (call.tensor("key_cache"), call.tensor("value_cache"))
+            answer = not wrong(call) and all(s.ndim == 4 for s in halves if s is not None)
+            last = (call, answer)
+        return answer
 
     def look(call: KernelCall) -> tuple[bool, object]:
         return not wrong(call), ", ".join(wrong(call)) or "as declared"

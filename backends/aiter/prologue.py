@@ -288,7 +288,7 @@ def strides_need(call: KernelCall) -> tuple[Version, str]:
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2, "positions": 1, "slot_mapping": 1}
+_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2}
 
 REQUIRES = Requires(gate.base(contract.PTS)) + Requires(
     gate.guarded(
@@ -349,7 +349,12 @@ REQUIRES = Requires(gate.base(contract.PTS)) + Requires(
                 "gate.scale-location",
                 _scale_source,
             ),
-            Check("returned k", "not wanted, or a 16-bit cache", "gate.argument", _returned_key),
+            Check(
+                "returned k",
+                "not wanted, or not fp8 and numerics=tolerant",
+                "gate.argument",
+                _returned_key,
+            ),
             Check("tokens", "32-bit lane numbers", "gate.token-range", _tokens),
             numerics.no_losses(),
             numerics.Rounding(numerics.prologue_differences),

@@ -143,7 +143,7 @@ def _positive_strides(call: KernelCall) -> tuple[bool, object]:
     return not bad, ", ".join(f"{n} {list(s)}" for n, s in (bad or have).items())
 
 
-_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2, "positions": 1, "slot_mapping": 1}
+_RANKS = {"query": 3, "key": 3, "value": 3, "cos": 2, "sin": 2}
 
 REQUIRES = Requires(gate.base(contract.ROPE)) + Requires(
     gate.guarded(
