@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,7 +69,7 @@ class Ref:
             if have is not want and len(have) != len(want):
                 keep = np.searchsorted(have, want)
                 index = tuple(a.take(keep, axis) if a.shape[axis] > 1 else a for a in index)
-        return replace(self, index=index, labels=labels)
+        return Ref(self.node, index, labels, self.part)
 
 
 def sample(size: int) -> Array:
@@ -199,7 +199,22 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults included (names and positions carry no meaning)."""
+    """A call's arguments by name, defaults included (names and positions carry no meaning).
+
+    The answer is shared: do not change it.
+    """
+    known = _ARGUMENTS.get(node)
+    if known is None or known[0] is not node.args or known[1] != node.kwargs:
+        known = _ARGUMENTS[node] = (node.args, dict(node.kwargs), _bind(node))
+    return known[2]
+
+
+_ARGUMENTS: weakref.WeakKeyDictionary[Node, tuple[Any, dict[str, Any], dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _bind(node: Node) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {**{str(i): a for i, a in enumerate(node.args)}, **node.kwargs}
@@ -214,13 +229,20 @@ def arguments(node: Node) -> dict[str, Any]:
     return bound
 
 
+_NAMES: dict[Any, str] = {}
+
+
 def op_name(node: Node) -> str:
     """``aten.mul.Tensor`` and the like; an empty string for what is not an operator call."""
     if node.op != "call_function":
         return ""
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return "getitem"
-    return str(node.target)
+    name = _NAMES.get(target)
+    if name is None:
+        name = _NAMES[target] = str(target)
+    return name
 
 
 _EXACT = {

@@ -79,6 +79,10 @@ class RopeFinder:
             if node in taken:
                 continue
             for fact in self._chain(node, key):
+                if isinstance(fact, Miss) and any(
+                    isinstance(f, Miss) and f.node is fact.node for f in found
+                ):
+                    continue  # another product of the same chain
                 found.append(fact)
                 if isinstance(fact, Rope):
                     taken |= fact.nodes

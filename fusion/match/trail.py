@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import Node
@@ -59,7 +59,7 @@ class Trail:
 
     def only(self, labels: Labels) -> Trail:
         """The same trail for fewer samples."""
-        return self if labels is self.labels else replace(self, labels=labels)
+        return self if labels is self.labels else Trail(labels, self.hops)
 
 
 def trails(
