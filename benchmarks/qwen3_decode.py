@@ -1,0 +1,205 @@
+"""A decode step of Qwen3 (real shapes, random weights) with fusion against plain Inductor.
+
+    python benchmarks/qwen3_decode.py [--models 0.6B 8B] [--batches 1 32] [--json FILE]
+
+Both run the same model on the same paged cache with the same attention operation; they differ in
+`backend="fusion"` against `backend="inductor"`. A step is captured into one CUDA graph. Printed
+for each: microseconds of a replay, of its kernels (profiler), of the prologue kernel a layer, and
+what the kernels of plain Inductor spend more. Logits of both are compared first.
+
+`--tiny --device cpu` runs the same code on a small model without graphs or profiler, to see that
+it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import fusion
+from fusion.integrations.transformers import PagedKVCache, forward_arguments
+
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+}  # fmt: skip
+
+
+def build(name: str, layers: int | None, device: str) -> Any:
+    """Qwen3 with random bf16 weights on the device, on the paged attention."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = dict(SHAPES[name])
+    if layers:
+        shape["num_hidden_layers"] = layers
+    vocabulary = 151936 if name != "tiny" else 128
+    config = Qwen3Config(**shape, vocab_size=vocabulary, max_position_embeddings=40960)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    model.set_attn_implementation("fusion_paged")
+    return model
+
+
+def cache_for(model: Any, batch: int, context: int) -> tuple[PagedKVCache, Any]:
+    """A cache with `batch` sequences of `context` random tokens, and the inputs of one step."""
+    blocks = batch * -(-(context + 16) // 16)
+    cache = PagedKVCache.for_model(
+        model, blocks, 16, layout="packed", max_seq_len=-(-(context + 16) // 16) * 16
+    )
+    for kv in cache.kv:
+        for tensor in (kv,) if isinstance(kv, torch.Tensor) else kv or ():
+            tensor.normal_()
+    sequences = [cache.allocate(context) for _ in range(batch)]
+    inputs = cache.inputs(sequences, 1)
+    inputs.token_ids.random_(0, 100)
+    return cache, inputs
+
+
+def compiled_step(model: Any, inputs: Any, backend: str) -> tuple[Any, float]:
+    """The compiled step, called once, and the seconds that the first call took."""
+    torch._dynamo.reset()
+
+    def step(model: Any, inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(**forward_arguments(inputs)).logits
+        return logits
+
+    run = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    start = time.perf_counter()
+    run(model, inputs)
+    return run, time.perf_counter() - start
+
+
+def capture(run: Any, model: Any, inputs: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """One CUDA graph of a step, and its logits."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(model, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = run(model, inputs)
+    return graph, logits
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 30) -> float:
+    """Median microseconds of a replay."""
+    times = []
+    for _ in range(replays + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times[3:])
+
+
+def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[float, float]]:
+    """Kernel name -> (launches, microseconds) of one replay, from the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name][0] += 1 / replays
+            found[event.name][1] += event.device_time / replays
+    return {name: (n, us) for name, (n, us) in found.items()}
+
+
+def compare(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Both backends on one model and batch size; prints the table and returns the figures."""
+    model = build(name, options.layers, options.device)
+    layers = model.config.num_hidden_layers
+    result: dict[str, Any] = {"model": name, "batch": batch, "layers": layers}
+    logits: dict[str, torch.Tensor] = {}
+    spent: dict[str, dict[str, tuple[float, float]]] = {}
+    for backend in ("inductor", "fusion"):
+        torch.manual_seed(1)
+        _, inputs = cache_for(model, batch, options.context)
+        run, seconds = compiled_step(model, inputs, backend)
+        figures: dict[str, Any] = {"compile_s": seconds}
+        if options.device == "cuda":
+            graph, out = capture(run, model, inputs)
+            graph.replay()
+            torch.cuda.synchronize()
+            logits[backend] = out.float().clone()
+            figures["step_us"] = replay_us(graph)
+            spent[backend] = kernels(graph)
+            figures["kernels_us"] = sum(us for _, us in spent[backend].values())
+            figures["launches"] = sum(n for n, _ in spent[backend].values())
+            host = []
+            for _ in range(20):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                run(model, inputs)
+                host.append(time.perf_counter() - begin)
+            figures["host_us"] = statistics.median(host) * 1e6
+        else:
+            logits[backend] = run(model, inputs).float()
+        if backend == "fusion":
+            sites = [s for g in fusion.reports()[-1].graphs for s in g.sites]
+            figures["sites"] = dict(collections.Counter(f"{s.pass_name}:{s.status}:{s.kernel}" for s in sites))  # fmt: skip # noqa: E501
+        result[backend] = figures
+    a, b = logits["inductor"], logits["fusion"]
+    result["logits_relative_error"] = float((a - b).norm() / a.norm())
+    if spent:
+        ours = {n: v for n, v in spent["fusion"].items() if "prologue_kernel" in n}
+        fused_us = sum(us for _, us in ours.values())
+        more = result["inductor"]["kernels_us"] - (result["fusion"]["kernels_us"] - fused_us)
+        result["prologue_us_a_layer"] = {"fusion": fused_us / layers, "inductor": more / layers}
+        result["prologue_part_of_inductors"] = fused_us / more
+        result["step_ratio"] = result["inductor"]["step_us"] / result["fusion"]["step_us"]
+        only = {n: v for n, v in spent["inductor"].items() if n not in spent["fusion"]}
+        for kernel, (count, us) in sorted(only.items(), key=lambda x: -x[1][1])[:8]:
+            print(f"    only inductor: {us:8.1f} us {count:5.0f} x {kernel[:100]}")
+        for kernel, (count, us) in ours.items():
+            print(f"    fused prologue: {us:7.1f} us {count:5.0f} x {kernel[:100]}")
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def main() -> int:
+    """Exit status 1 where a fused step is not faster or the logits differ."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=["0.6B", "8B"])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    models = ["tiny"] if options.tiny else options.models
+    results = [compare(m, b, options) for m in models for b in options.batches]
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    bad = [r for r in results if r["logits_relative_error"] > 0.05]
+    bad += [r for r in results if r.get("step_ratio", 2) < 1]
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
