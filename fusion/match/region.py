@@ -30,6 +30,7 @@ _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SIZED = {aten.expand.default, *_VIEWS}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 _REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction}
+_GATHERS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default}
 _FACTORIES = {aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default}
 
 
@@ -283,10 +284,17 @@ def _infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
     shape = hints(node.meta["val"].shape)
     small = tuple(done.shape)
     tensors = [n for n in node.all_input_nodes if n in dims]
+    if node.target is aten.stack.default:
+        count = len(node.args[0])  # type: ignore[arg-type]
+        at = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
+        d = dims[tensors[0]]
+        return (*d[:at], ((count, count),) if count != 1 else (), *d[at:])
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     target = node.target
     if source is not None and source in dims:
         d = dims[source]
+        if target in _GATHERS:
+            return _gathered(node, dims)
         if target is aten.permute.default:
             return tuple(d[i] for i in node.args[1])  # type: ignore[union-attr,index]
         if target is aten.transpose.int:
@@ -322,10 +330,36 @@ def _infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
                     break
         if found is None:
             if size != little:
-                raise RegionError("a size that cannot be followed", node)
+                raise RegionError(f"size {size} became {little} for no known reason", node)
             found = ((size, size),) if size != 1 else ()
         out.append(found)
     return tuple(out)
+
+
+def _gathered(node: Node, dims: dict[Node, Dims]) -> Dims:
+    """Factors after a gather: those of the index stand where the indexed dimensions stood."""
+    table, index = node.args[0], node.args[-1]
+    assert isinstance(table, Node)
+    source = dims[table]
+    if node.target is aten.embedding.default:
+        assert isinstance(node.args[1], Node)
+        return (*dims[node.args[1]], *source[1:])
+    if node.target is aten.index_select.default:
+        assert isinstance(index, Node)
+        at = int(node.args[1]) % len(source)  # type: ignore[arg-type]
+        return (*source[:at], *dims[index], *source[at + 1 :])
+    given = list(node.args[1])  # type: ignore[arg-type]
+    used = [i for i, n in enumerate(given) if n is not None]
+    if used != list(range(used[0], used[-1] + 1)):
+        raise RegionError("an index whose dimensions stand apart", node)
+    shapes = [dims[given[i]] for i in used]
+    longest = max(shapes, key=len)
+    if any(len(s) != len(longest) for s in shapes) and len(shapes) > 1:
+        raise RegionError("indices of unequal rank", node)
+    parts = [
+        max(col, key=lambda f: math.prod(b for b, _ in f)) for col in zip(*shapes, strict=True)
+    ]
+    return (*source[: used[0]], *parts, *source[used[-1] + 1 :])
 
 
 def _match(

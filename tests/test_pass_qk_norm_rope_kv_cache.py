@@ -1,0 +1,385 @@
+"""The prologue pass end to end: every spelling fuses bit for bit, every look-alike does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusion
+from fusion.layout import KVCacheLayout
+from tests.prologue_block import NORMS, ROPES, Block, inputs, run, same_bits, variant
+
+FUSED = "qk_norm_rope_kv_cache"
+
+
+def fuses(block: Block, operation: str = FUSED, **how) -> None:
+    outcome = run(block, **how)
+    site = outcome.site
+    assert (site.status, site.operation) == ("fused", operation), site.reasons
+    assert site.validation["status"] == "passed"
+    outcome.assert_equal()
+
+
+# --- spellings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+@pytest.mark.parametrize("norm", sorted(set(NORMS) - {"none"}))
+def test_norm_and_rope_spellings(norm, rope):
+    fuses(variant(norm=norm, rope=rope))
+
+
+@pytest.mark.parametrize(
+    "layout", [x for x in KVCacheLayout if x.name not in ("SHUFFLE", "HF_STATIC")]
+)
+@pytest.mark.parametrize("write", ["op", "slots", "index_copy", "block_offset", "scatter"])
+def test_cache_write_spellings(write, layout):
+    if write in ("slots", "index_copy", "scatter") and layout in (
+        KVCacheLayout.PACKED,
+        KVCacheLayout.HND,
+        KVCacheLayout.BLOCK_FIRST,
+    ):
+        pytest.skip(
+            "blocks and offsets of this layout are no one dimension: torch refuses the view"
+        )
+    fuses(variant(write=write, layout=layout))
+
+
+@pytest.mark.parametrize("rotary", [8, 16, 32])
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_partial_rotary(rope, rotary):
+    fuses(variant(rope=rope, rotary=rotary))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rope_dtype", [None, torch.float32])
+def test_rounding_points(dtype, rope_dtype):
+    fuses(variant(dtype=dtype, rope_dtype=rope_dtype))
+    fuses(variant(dtype=dtype, rope_dtype=rope_dtype, norm="early", rope="rotate_half"))
+
+
+def test_rope_alone_is_the_whole_chain_of_a_model_without_norms():
+    fuses(variant(norm="none"), "rope_kv_cache")
+    fuses(variant(norm="none", rope="interleaved", rotary=16), "rope_kv_cache")
+
+
+def test_float32_weights_with_bfloat16_activations():
+    fuses(variant(weight_dtype=torch.float32, norm="early"))
+
+
+def test_each_side_has_its_own_eps():
+    fuses(variant(q_eps=1e-6, k_eps=1e-3))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 257])
+@pytest.mark.parametrize("rotary", [8, 32])
+def test_token_counts(tokens, rotary):
+    fuses(variant(tokens=tokens, rotary=rotary, blocks=40))
+
+
+def test_a_token_count_that_equals_other_sizes():
+    """Sizes are no identity: T == Hk, T == Hq, T == D, blocks == block size == D."""
+    for tokens in (4, 8, 32):
+        fuses(variant(tokens=tokens, blocks=32, block_size=32))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+def test_head_counts(kv_heads):
+    fuses(variant(heads=24, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 256])
+def test_head_sizes(dim):
+    fuses(variant(dim=dim, rope="rotate_half"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_fp8_caches_with_their_own_scales(dtype):
+    fuses(variant(cache_dtype=dtype))
+    fuses(variant(cache_dtype=dtype, layout=KVCacheLayout.KV_FIRST, dtype=torch.float32))
+
+
+def test_outliers_round_where_the_graph_rounds():
+    block = variant(tokens=9)
+    x = inputs(block)
+    x.qkv[:, ::17] *= 1e3
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    y = inputs(block)
+    y.qkv[:, ::17] *= 1e3
+    for a, b in zip(block(x), fn(y), strict=True):
+        assert same_bits(a, b)
+    assert same_bits(x.cache, y.cache)
+    assert fusion.reports()[-1].sites[0].status == "fused"
+
+
+# --- shapes that move ------------------------------------------------------------------------
+
+
+def counted(fn):
+    """Compile and count how many graphs fusion saw."""
+    before = len(fusion.reports())
+    return torch.compile(fn, backend="fusion", options={"inner": "aot_eager"}), before
+
+
+@pytest.mark.parametrize("how", ["dynamic", "mark"])
+def test_dynamic_token_counts(how):
+    block = variant(padding=False)
+    torch._dynamo.reset()
+    before = len(fusion.reports())
+    fn = torch.compile(
+        block,
+        backend="fusion",
+        options={"inner": "aot_eager"},
+        dynamic=True if how == "dynamic" else None,
+    )
+    for tokens in (7, 64, 5, 1, 7):
+        this = variant(tokens=tokens, padding=False)
+        x, y = inputs(this), inputs(this)
+        if how == "mark" and tokens > 1:
+            for t in (y.qkv, y.positions, y.slots, y.readable):
+                torch._dynamo.mark_dynamic(t, 0)
+        for a, b in zip(this(x), fn(y), strict=True):
+            assert same_bits(a, b)
+        assert same_bits(x.cache, y.cache)
+    reports = fusion.reports()[before:]
+    graphs = sum(len(r.graphs) for r in reports)
+    assert graphs <= 2  # one for T > 1, one more for T = 1, which torch specialises
+    assert all(s.status == "fused" for r in reports for s in r.sites)
+
+
+def test_zero_tokens_leave_the_cache_alone_and_the_next_call_works():
+    block = variant(norm="late")
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"}, dynamic=True)
+    empty = variant(tokens=0)
+    x = inputs(empty)
+    before = x.cache.clone()
+    q, _ = fn(x)
+    assert q.shape == (0, 8, 32)
+    assert same_bits(x.cache, before)
+    a, b = inputs(block), inputs(block)
+    for left, right in zip(block(a), fn(b), strict=True):
+        assert same_bits(left, right)
+    assert same_bits(a.cache, b.cache)
+
+
+# --- look-alikes -----------------------------------------------------------------------------
+
+
+def after(stage, change):
+    def hook(name, q, k):
+        return change(q, k) if name == stage else (q, k)
+
+    return hook
+
+
+def flipped(q, k):
+    """The rotation in the other direction undoes and goes back: not what was written."""
+    d = q.shape[-1] // 2
+    return torch.cat((q[..., d:], -q[..., :d]), -1), k
+
+
+LOOK_ALIKES = {
+    "extra scale after rope (YaRN twice)": (after("rope", lambda q, k: (q, k * 1.2)), ("missed",)),
+    "extra scale on q after rope": (after("rope", lambda q, k: (q * 1.2, k)), ("fused",)),
+    "clamp after rope": (after("rope", lambda q, k: (q, k.clamp(-1, 1))), ("missed",)),
+    "something between norm and rope": (
+        after("norm", lambda q, k: (q + 0.25, k + 0.25)),
+        ("partial",),
+    ),
+    "norm on one side only": (after("split", lambda q, k: (q, k)), ("fused",)),
+    "q and k swapped in the split": (
+        after("split", lambda q, k: (torch.cat((k, k), 1), q[:, ::2])),
+        ("fused",),
+    ),
+}
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("name", sorted(LOOK_ALIKES))
+def test_look_alikes_are_right_or_refused(name, validate):
+    hook, allowed = LOOK_ALIKES[name]
+    outcome = run(variant(hook=hook), options={"validate": validate})
+    assert outcome.site.status in allowed, outcome.site.reasons
+    outcome.assert_equal()
+    if outcome.site.status != "fused":
+        assert outcome.site.reasons[0].node
+
+
+def bad_rope(sign_a=-1, sign_b=1, swap=False):
+    def rope(x, cos, sin, rotary):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        if swap:
+            cos, sin = sin, cos
+        rot, rest = x[..., :rotary], x[..., rotary:]
+        a, b = rot.chunk(2, -1)
+        return torch.cat((a * cos + sign_a * (b * sin), b * cos + sign_b * (a * sin), rest), -1)
+
+    return rope
+
+
+def bad_norm(kind):
+    def norm(x, w, eps):
+        n = x.float()
+        if kind == "sum":
+            n = n * torch.rsqrt(n.pow(2).sum(-1, keepdim=True) + eps)
+        elif kind == "head axis":
+            n = n * torch.rsqrt(n.pow(2).mean(-2, keepdim=True) + eps)
+        elif kind == "centred":
+            n = n * torch.rsqrt((n - n.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + eps)
+        elif kind == "abs":
+            n = n * torch.rsqrt(n.abs().mean(-1, keepdim=True) + eps)
+        elif kind == "eps outside":
+            n = n * (torch.rsqrt(n.pow(2).mean(-1, keepdim=True)) + eps)
+        return w * n.to(x.dtype)
+
+    return norm
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    ("rope", "code"),
+    [
+        (bad_rope(1, -1), "match.rope-sign"),
+        (bad_rope(1, 1), "match.rope"),
+        (bad_rope(-1, -1), "match.rope"),
+    ],
+)
+def test_rotations_of_another_kind(monkeypatch, rope, code, validate):
+    monkeypatch.setitem(ROPES, "bad", rope)
+    outcome = run(variant(rope="bad"), options={"validate": validate})
+    assert outcome.site.status == "missed"
+    assert outcome.site.reasons[0].code.startswith(code)
+    assert outcome.site.reasons[0].node
+    outcome.assert_equal()
+
+
+def test_cos_and_sin_exchanged_is_still_right(monkeypatch):
+    """Opaque tables: a rotation by the complementary angle is a rotation."""
+    monkeypatch.setitem(ROPES, "bad", bad_rope(swap=True))
+    outcome = run(variant(rope="bad"))
+    assert outcome.site.status == "fused"
+    outcome.assert_equal()
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("sum", "match.norm"),
+        ("head axis", "match.norm-axis"),
+        ("centred", "match.norm"),
+        ("abs", "match.norm"),
+        ("eps outside", "match.norm"),
+    ],
+)
+def test_norms_of_another_kind_stay_outside(monkeypatch, kind, code, validate):
+    monkeypatch.setitem(NORMS, "bad", bad_norm(kind))
+    outcome = run(variant(norm="bad"), options={"validate": validate})
+    site = outcome.site
+    assert (site.status, site.operation) == ("partial", "rope_kv_cache"), site.reasons
+    assert site.reasons[0].code.startswith(code)
+    assert site.reasons[0].node
+    outcome.assert_equal()
+
+
+# --- the rest of the graph -------------------------------------------------------------------
+
+
+def test_a_key_that_is_read_elsewhere_is_returned():
+    def block(x):
+        g0 = variant()
+        rotated = {}
+
+        def keep(name, q, k):
+            if name == "rope":
+                rotated["k"] = k
+            return q, k
+
+        from dataclasses import replace
+
+        q, seen = replace(g0, hook=keep)(x)
+        return q, seen, rotated["k"] + 1
+
+    x, y = inputs(variant()), inputs(variant())
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    for a, b in zip(block(x), fn(y), strict=True):
+        assert same_bits(a, b)
+    assert same_bits(x.cache, y.cache)
+    (site,) = fusion.reports()[-1].sites
+    assert site.status == "fused"
+
+
+def test_the_old_cache_read_between_the_writes_is_refused():
+    def block(x):
+        key, value = x.planes(variant(write="slots", layout=KVCacheLayout.NHD))
+        q, k, v = x.qkv.split([8 * 32, 4 * 32, 4 * 32], -1)
+        q, k, v = q.view(-1, 8, 32), k.view(-1, 4, 32), v.view(-1, 4, 32)
+        cos, sin = x.cos_sin[x.positions].chunk(2, -1)
+        q, k = (
+            ROPES["chunk"](NORMS["late"](t, w, 1e-6), cos, sin, 32)
+            for t, w in ((q, x.q_weight), (k, x.k_weight))
+        )
+        key.view(-1, 4, 32)[x.slots] = k
+        between = value.float().sum() + key.float().sum()
+        value.view(-1, 4, 32)[x.slots] = v + between.to(v.dtype)
+        return q, value.float().sum()
+
+    g0 = variant(write="slots", layout=KVCacheLayout.NHD)
+    x, y = inputs(g0), inputs(g0)
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    for a, b in zip(block(x), fn(y), strict=True):
+        assert same_bits(a, b)
+    for a, b in zip(x.cache, y.cache, strict=True):
+        assert same_bits(a, b)
+    sites = fusion.reports()[-1].sites
+    assert sites
+    assert all(s.status in ("refused", "missed") for s in sites)
+    assert any(r.code.startswith("safety.") and r.node for s in sites for r in s.reasons)
+
+
+def test_off_and_required():
+    outcome = run(variant(), options={"qk_norm_rope_kv_cache": "off"})
+    assert outcome.site.status == "off"
+    assert outcome.site.reasons[0].code == "config.off"
+    outcome.assert_equal()
+    hook = after("rope", lambda q, k: (q, k * 1.2))
+    with pytest.raises(Exception, match="is required, but 1 site"):
+        run(variant(hook=hook), options={"qk_norm_rope_kv_cache": "required"})
+
+
+def test_a_limit_on_tokens_is_visible():
+    outcome = run(variant(tokens=9), options={FUSED: {"max_tokens": 8}})
+    assert outcome.site.status == "refused"
+    assert outcome.site.reasons[0].code == "profit.token-range"
+    assert (outcome.site.reasons[0].have, outcome.site.reasons[0].need) == ("9", "at most 8")
+
+
+def test_a_check_that_cannot_finish_is_a_refusal():
+    outcome = run(variant(), options={"validation_seconds": 0.0})
+    assert outcome.site.status == "refused"
+    assert outcome.site.reasons[0].code == "match.validation-bound"
+    outcome.assert_equal()
+
+
+def test_validation_catches_what_a_recogniser_gets_wrong(monkeypatch):
+    """A recogniser that lies about the style is caught, with the output named."""
+    from dataclasses import replace
+
+    from fusion.passes.prologue import chain as module
+
+    honest = module.with_norms
+
+    def lying(c):
+        c = honest(c)
+        return replace(
+            c,
+            q_rope=replace(c.q_rope, style="interleaved"),
+            k_rope=replace(c.k_rope, style="interleaved"),
+        )
+
+    monkeypatch.setattr(module, "with_norms", lying)
+    outcome = run(variant())
+    assert outcome.site.status == "refused"
+    assert outcome.site.reasons[0].code == "match.validation"
+    assert outcome.site.validation["max_abs_error"] > 0
+    outcome.assert_equal()
