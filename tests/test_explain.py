@@ -125,6 +125,22 @@ def test_fake_and_meta_models_need_no_memory():
     assert [s.status for s in fusion.explain(fake, *args).sites] == ["fused"]
 
 
+def test_a_fake_model_is_followed_through_graph_breaks():
+    class Breaking(Model):
+        def forward(self, x, slots):
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            return self.layers[1](x + self.seen[slots])
+
+    mode = FakeTensorMode()
+    with mode:
+        model, args = Breaking(), inputs()
+    report = fusion.explain(model, *args)
+    assert [[s.status for s in g.sites] for g in report.graphs] == [["fused"], ["fused"]]
+    assert all(g.reasons == () for g in report.graphs)
+    assert mode.allow_non_fake_inputs is False
+
+
 def test_views_of_one_meta_storage_still_share_it():
     both = torch.empty(8, 2, 4, device="meta")
     seen = []

@@ -74,13 +74,14 @@ def capture(
     """
     if isinstance(model, torch.export.ExportedProgram):
         captured = from_export(model, decompose=decompose)
-        if device not in (None, "cpu"):
-            relabel(captured.gm, torch.device(device, 0))
+        if device is not None:
+            relabel(captured.gm, device)
         return [captured]
     found: list[Captured] = []
     table = compat.inductor_decompositions() if decompose else None
-    with _fake_mode(), compat.quiet_dynamo():
-        model, args, kwargs = _isolated((model, tuple(args), dict(kwargs or {})))
+    kwargs = dict(kwargs or {})
+    with _fake_mode((model, args, kwargs)), compat.quiet_dynamo():
+        model, args, kwargs = _isolated((model, tuple(args), kwargs))
         backend = functools.partial(_take, found=found, table=table)
         function = torch.compile(own_code(plain_function(model)), backend=backend, dynamic=dynamic)
         try:
@@ -94,9 +95,9 @@ def capture(
             found[-1].reasons.append(
                 Reason("match.capture", f"the model could not be followed further: {first}")
             )
-    if device not in (None, "cpu"):
+    if device is not None:
         for captured in found:
-            relabel(captured.gm, torch.device(device, 0))
+            relabel(captured.gm, device)
     return found
 
 
@@ -156,12 +157,23 @@ def _ints(sizes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _fake_mode() -> Iterator[Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _fake_mode(values: Any) -> Iterator[Any]:
+    """A fake mode that takes real tensors too: the one of the caller's fake tensors, or a new."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
-        yield mode
+    tensors = [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+    for module in _modules(values):
+        tensors += [*module.parameters(), *module.buffers()]
+    theirs = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    mode = theirs or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield mode
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 class _Tensors(TorchFunctionMode):
@@ -231,24 +243,22 @@ def _modules(values: Any) -> Iterator[torch.nn.Module]:
             yield owner
 
 
-def relabel(gm: GraphModule, device: torch.device) -> None:
-    """Say of every tensor of a captured graph that it lives on ``device``.
+def relabel(gm: GraphModule, device: str) -> None:
+    """Say of every tensor of a captured graph that it lives on ``device`` (``cpu``, ``cuda``).
 
     Only metadata and ``device`` arguments change; the graph is for looking at, not for running.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value.type == "cpu" else value
-
+    there = torch.device(device) if device == "cpu" else torch.device(device, 0)
     for graph in nested_graphs(gm):
         for node in graph.nodes:
             value = node.meta.get("val")
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, FakeTensor):
-                    tensor.fake_device = device
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": moved(node.kwargs["device"])}
+                    tensor.fake_device = there
+            if isinstance(node.kwargs.get("device"), torch.device):
+                node.kwargs = {**node.kwargs, "device": there}
 
 
 def nested_graphs(gm: GraphModule) -> list[Graph]:
