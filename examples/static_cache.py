@@ -94,6 +94,9 @@ def _generate(model: Any, ids: torch.Tensor, new: int) -> list[list[int]]:
         ids,
         attention_mask=torch.ones_like(ids),
         cache_implementation="static",
+        # Prefill in chunks of (at least) the whole prompt: transformers then allocates the cache
+        # before the first forward and not inside of it, where fusion could not see it as a cache.
+        prefill_chunk_size=ids.shape[1],
         # transformers would compile decode steps itself on some devices.
         disable_compile=True,
         do_sample=False,

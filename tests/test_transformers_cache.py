@@ -191,3 +191,29 @@ def test_models_that_cannot_be_paged_say_so() -> None:
     del model.model.layers[0].self_attn.k_proj
     with pytest.raises(ValueError, match="no attention layer"):
         kv_layers(model)
+
+
+def test_tables_follow_sequences_through_reused_tensors() -> None:
+    cache = make(num_blocks=12)
+    sequences = [cache.allocate(3) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(9):
+        order = torch.randperm(3, generator=generator).tolist()
+        rows = [sequences[i] for i in order]
+        inputs = cache.inputs(rows)
+        for row, sequence in enumerate(rows):
+            blocks = cache.allocator.blocks(sequence)
+            assert inputs.block_table[row, : len(blocks)].tolist() == list(blocks)
+        if cache.allocator.length(sequences[0]) > 8:
+            cache.free(sequences[0])
+            sequences[0] = cache.allocate(2)
+
+
+def test_only_a_few_shapes_keep_their_tensors() -> None:
+    cache = make(num_blocks=40)
+    sequence = cache.allocate()
+    kept = cache.inputs([sequence])
+    for tokens in range(2, 12):
+        cache.inputs([sequence], [tokens])
+        assert cache.inputs([sequence]) is kept
+    assert len(cache._inputs) == len(cache._written) <= 8

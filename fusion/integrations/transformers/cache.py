@@ -97,6 +97,8 @@ class PagedKVCache:
         self.k_scale = self._scale(k_scale)
         self.v_scale = self._scale(v_scale)
         self._inputs: OrderedDict[tuple[int, ...], PagedInputs] = OrderedDict()
+        # The blocks that each row of the tables of `_inputs` holds.
+        self._written: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._states: dict[int, Any] = {}
 
     @classmethod
@@ -254,13 +256,17 @@ class PagedKVCache:
         key = (len(counts), len(slots), int(padded), -1 if bound is None else bound)
         inputs = self._tensors_for(key, (len(counts), width) if padded else (1, len(slots)))
         inputs.max_query_len = bound
-        table = [[*row] + [0] * (self._table_width - len(row)) for row in tables]
         _fill(inputs.slot_mapping, slots)
         _fill(inputs.positions, positions)
         _fill(inputs.seq_lens, lengths)
         _fill(inputs.query_start_loc, starts)
         _fill(inputs.last_rows, [stop - 1 for stop in starts[1:]])
-        _fill(inputs.block_table, table)
+        written = self._written[key]
+        for row, blocks in enumerate(tables):
+            # Most steps begin no block. What stands right of a row's blocks is never read.
+            if written[row] != blocks:
+                _fill(inputs.block_table[row, : len(blocks)], list(blocks))
+                written[row] = blocks
         return inputs
 
     def state(self, model: Any, rows: int) -> tuple[Any, bool]:
@@ -343,8 +349,9 @@ class PagedKVCache:
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
             )
+            self._written[key] = [()] * batch
             while len(self._inputs) >= _KEPT_SHAPES:
-                self._inputs.popitem(last=False)
+                del self._written[self._inputs.popitem(last=False)[0]]
         self._inputs[key] = inputs
         return inputs
 
