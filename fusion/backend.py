@@ -157,12 +157,13 @@ def _inductor(
     patches = _patches(mode, config)
     existing = patches.get(HOOK, getattr(inductor_config, HOOK))
     salt = (manager.uuid(), mode, sorted((k, repr(v)) for k, v in patches.items() if k != HOOK))
-    key = store.Key(gm, inputs, *salt)
+    key = _key(gm, inputs, salt)
     patches[HOOK] = compat.chain(existing, manager.for_inductor())
     compile_graph: Any = compile_fx
     compiled: Compiled = compile_graph(gm, list(inputs), config_patches=patches)
     if entry.graphs:
-        store.save(key, entry.graphs)
+        if key is not None:
+            store.save(key, entry.graphs)
     else:
         entry.cached = True
         entry.graphs.extend(_from_store(key))
@@ -170,8 +171,16 @@ def _inductor(
     return compiled
 
 
-def _from_store(key: store.Key) -> list[GraphReport]:
-    found = store.load(key)
+def _key(gm: GraphModule, inputs: Sequence[Any], salt: tuple[object, ...]) -> store.Key | None:
+    try:
+        return store.Key(gm, inputs, *salt)
+    except Exception:  # a graph that cannot be described loses its stored report, no more
+        log.debug("no key for this graph", exc_info=True)
+        return None
+
+
+def _from_store(key: store.Key | None) -> list[GraphReport]:
+    found = None if key is None else store.load(key)
     if found is not None:
         return found
     reason = Reason(

@@ -10,6 +10,7 @@ from typing import Any
 from fusion import selection
 from fusion.config import Config
 from fusion.discovery import build_passes, pass_names
+from fusion.dump import observer_from_environment
 from fusion.pipeline import Collector, FusionRequiredError, Observer, PassManager
 from fusion.target import Target
 
@@ -34,9 +35,11 @@ def make_manager(
 ) -> PassManager:
     """A pipeline for one configuration. Managers of equal configurations share validations.
 
-    Raises :class:`FusionRequiredError` where a required pass could not be built.
+    Raises :class:`FusionRequiredError` where a required pass could not be built, and
+    :class:`~fusion.config.ConfigError` for an environment switch that says neither yes nor no.
     """
     target = target or Target.current()
+    config.aiter_switch(), config.kv_layout_switch()  # a misspelt switch is an error, now
     passes, not_built, origins = build_passes(config, target)
     lost = [s for s in not_built if config.mode(s.name) == "required"]
     if lost:
@@ -47,7 +50,7 @@ def make_manager(
         passes,
         config,
         target,
-        observer=observer,
+        observer=observer or observer_from_environment(),
         collector=collector,
         not_built=not_built,
         origins=origins,

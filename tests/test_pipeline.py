@@ -243,6 +243,44 @@ def test_sources_are_in_the_key():
         assert hash_files([root / "a.py"], root) != one
 
 
+# --- dumps ---------------------------------------------------------------------------------
+
+
+def test_dumps_hold_what_changed_and_an_index(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder with spaces"
+    monkeypatch.setenv("FUSION_DUMP", str(folder))
+    monkeypatch.setenv("RANK", "3")
+    use_passes(monkeypatch, SinToCos, Broken)
+    make_manager(make_config(None), CPU).run(chain().graph)
+    (home,) = folder.iterdir()
+    assert home.name.startswith("rank3-")
+    diffs = list(home.glob("*.diff"))
+    assert len(diffs) == 1  # the pass that was undone changed nothing
+    text = diffs[0].read_text()
+    assert "-sin = aten.sin.default(add,)" in text
+    assert "+cos_default = aten.cos.default(add,)" in text
+    assert not any(line.startswith(("+add ", "-add ")) for line in text.splitlines())
+    lines = (home / "index.txt").read_text().splitlines()
+    assert [line.split("\t")[1] for line in lines] == ["sin_to_cos", "broken"]
+    assert lines[0].endswith(diffs[0].name)
+    assert lines[1].endswith("unchanged")
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FUSION_DUMP", str(tmp_path / "file"))
+    use_passes(monkeypatch, SinToCos)
+    report = make_manager(make_config(None), CPU).run(chain().graph)
+    assert report.sites[0].status == "fused"
+    assert caplog.text.count("nothing is dumped") == 1
+
+
+def test_a_misspelt_switch_is_an_error(monkeypatch):
+    monkeypatch.setenv("FUSION_AITER", "yse")
+    with pytest.raises(ConfigError, match="FUSION_AITER='yse'"):
+        make_manager(make_config(None), CPU)
+
+
 # --- discovery -----------------------------------------------------------------------------
 
 

@@ -124,20 +124,23 @@ def short_path(path: str) -> str:
     return path if relative.startswith(os.pardir) else relative
 
 
-def target_text(node: Node) -> str:
-    """The node's operator as text: ``aten.mul.Tensor``, ``getitem``, ``placeholder``."""
-    if node.op != "call_function":
-        return node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
-    return (
-        str(getattr(node.target, "__name__", None) or node.target)
-        if not isinstance(node.target, torch._ops.OpOverload)
-        else str(node.target)
-    )
+def target_text(op: str, target: object) -> str:
+    """An operator as text: ``aten.mul.Tensor``, ``getitem``, ``placeholder``."""
+    if op != "call_function":
+        return op if op in ("placeholder", "output") else f"{op} {target}"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
 
 
 def describe(nodes: Iterable[Node], fact: str | None = None) -> tuple[dict[str, Any], ...]:
     """Nodes as the report lists them: name, target, the fact they belong to, source line."""
     return tuple(
-        {"name": n.name, "target": target_text(n), "fact": fact, "source": source_of(n)}
+        {
+            "name": n.name,
+            "target": target_text(n.op, n.target),
+            "fact": fact,
+            "source": source_of(n),
+        }
         for n in nodes
     )

@@ -11,6 +11,8 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, Target, map_arg
 
+from fusion.graph.provenance import target_text
+
 
 class Snapshot:
     """The state of a graph at one moment; cheap (one tuple a node)."""
@@ -67,7 +69,7 @@ class Snapshot:
         """Name -> text of each node, as it was."""
         found: dict[str, str] = {}
         for _, op, name, target, args, kwargs, _, _ in self._nodes:
-            text = f"{name} = {op} {getattr(target, '__name__', target)} {args}"
+            text = f"{name} = {target_text(op, target)}{args}"
             found[name] = f"{text} {kwargs}" if kwargs else text
         return found
 
