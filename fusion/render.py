@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from fusion.reason import CODES, Reason
@@ -60,6 +60,15 @@ def where(site: Site) -> str:
     return site.layer or site.source or "-"
 
 
+def fact_text(value: object) -> str:
+    """A fact as words: ``spelling op, layout NHD, rows [5, 4, 64]``."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {fact_text(v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(fact_text(v) for v in value) + "]"
+    return "none" if value is None else str(value)
+
+
 def _header(report: Report) -> str:
     target = report.target
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if v)
@@ -105,7 +114,7 @@ def _explain(g: Group) -> list[str]:
             for reason in candidate.reasons:
                 lines += _reason(reason, "      ")
     if site.facts:
-        lines.append("    read: " + "; ".join(f"{k} {v}" for k, v in site.facts.items()))
+        lines += [f"    read: {k}: {fact_text(v)}" for k, v in site.facts.items()]
     if site.hint:
         lines.append(f"    nearest change: {site.hint}")
     return lines
@@ -147,5 +156,11 @@ def to_html(report: Report) -> str:
     template = env.from_string(source)
     graphs = [(g, group(g.sites)) for g in report.graphs]
     return template.render(
-        report=report, graphs=graphs, summary=summary, where=where, tally=_tally, codes=CODES
+        report=report,
+        graphs=graphs,
+        summary=summary,
+        where=where,
+        tally=_tally,
+        fact_text=fact_text,
+        codes=CODES,
     )

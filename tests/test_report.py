@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.graph.provenance import frames_of, layer_of, short_path, source_of
 from fusion.reason import Reason
-from fusion.render import summary
+from fusion.render import fact_text, summary
 from fusion.report import (
     Candidate,
     GraphReport,
@@ -129,6 +129,7 @@ def test_text_explains_misses_and_only_those():
         "remedy: ",
         "nearest change: swap them",
         "kernel aiter refused",
+        "read: eps: 1e-06",
         "pass extra: not-built (plugin.broken: no module named extra)",
         "left alone: the call is causal",
     ):
@@ -137,6 +138,12 @@ def test_text_explains_misses_and_only_those():
     assert "model.layers.1.self_attn" not in text  # grouped
     assert "model.layers.1.self_attn" in report().to_text(all_sites=True)
     assert "triton refused" not in text
+
+
+def test_facts_are_words():
+    assert fact_text({"layout": "NHD", "rows": [5, None], "inner": {"a": True}}) == (
+        "layout NHD, rows [5, none], inner a True"
+    )
 
 
 def test_text_says_why_a_preferred_kernel_was_passed_over():
