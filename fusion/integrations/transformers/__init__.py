@@ -10,8 +10,9 @@ transformers 5.17 or later.
 
 from fusion.integrations.transformers.allocator import Append, BlockAllocator, OutOfBlocks
 from fusion.integrations.transformers.attention import PagedAttentionError, register
-from fusion.integrations.transformers.cache import PagedInputs, PagedKVCache
+from fusion.integrations.transformers.cache import PagedKVCache
 from fusion.integrations.transformers.generation import forward_arguments, generate
+from fusion.integrations.transformers.inputs import PagedInputs
 from fusion.integrations.transformers.layers import KVLayer, kv_layers
 from fusion.integrations.transformers.packing import PackResult, pack_qkv, unpack_qkv
 

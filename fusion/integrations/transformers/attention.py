@@ -2,7 +2,7 @@
 
 Importing this module registers it (and its mask function) with transformers. A model switched to
 it by `model.set_attn_implementation("fusion_paged")` must be called with the keyword argument
-`paged_kv=` (:class:`~fusion.integrations.transformers.cache.PagedInputs`), which transformers
+`paged_kv=` (:class:`~fusion.integrations.transformers.inputs.PagedInputs`), which transformers
 hands through to every attention layer.
 
 Each layer writes its keys and values with `fusion::kv_cache_write` and reads the cache with
@@ -23,7 +23,7 @@ import fusion.ops  # noqa: F401  (registers the operations)
 from fusion.layout import split_kv_cache
 
 if TYPE_CHECKING:
-    from fusion.integrations.transformers.cache import PagedInputs
+    from fusion.integrations.transformers.inputs import PagedInputs
 
 NAME = "fusion_paged"
 

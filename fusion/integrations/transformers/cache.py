@@ -1,56 +1,27 @@
-"""A paged KV cache for a transformers model: the tensors, and the batch that one forward reads.
+"""A paged KV cache for a transformers model: its memory, and the sequences in it.
 
-The bookkeeping of blocks is :class:`~fusion.integrations.transformers.allocator.BlockAllocator`;
-this file owns the memory. All tensors that a decode step reads keep their addresses from step to
-step and are updated in place, so that a compiled step is neither recompiled nor re-captured.
+The bookkeeping of blocks is :class:`~fusion.integrations.transformers.allocator.BlockAllocator`,
+the tensors that a forward reads besides the memory are in
+:mod:`fusion.integrations.transformers.inputs`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fusion.integrations.transformers.allocator import BlockAllocator, OutOfBlocks
+from fusion.integrations.transformers.inputs import (
+    Batch,
+    InputPool,
+    PagedInputs,
+    mark_static,
+)
 from fusion.integrations.transformers.layers import KVLayer, kv_layers, recurrent_cache
 from fusion.layout import KVCacheLayout, empty_kv_cache, split_kv_cache
-
-# How many (batch, tokens) shapes keep their own input tensors. Decode uses one per batch size.
-_KEPT_SHAPES = 8
-
-
-@dataclass
-class PagedInputs:
-    """What every attention layer reads in one forward: pass it to the model as `paged_kv=`.
-
-    For B sequences with T new tokens together: `slot_mapping [T]` int64 (-1 writes nothing),
-    `block_table [B, M]` int32, `seq_lens [B]` int32 with the new tokens counted,
-    `query_start_loc [B+1]` int32. `kv` holds one tensor or one (key, value) pair for each layer,
-    None for layers without KV cache. `max_query_len` is None where only the shapes bound it.
-    `k_scale`, `v_scale` are 0-dim f32 tensors for quantised caches, else None.
-
-    `positions [1, T]` int64 (`[B, S]` when padded) is meant for the model's `position_ids`, and
-    `token_ids` of the same shape is room for its `input_ids`, which the caller fills.
-    `last_rows [B]` int64 is the row of each sequence's newest token.
-    """
-
-    kv: tuple[Tensor | tuple[Tensor, Tensor] | None, ...]
-    layout: KVCacheLayout
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    positions: Tensor
-    token_ids: Tensor
-    last_rows: Tensor
-    max_query_len: int | None
-    max_seq_len: int
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
 
 class PagedKVCache:
@@ -96,9 +67,7 @@ class PagedKVCache:
         self.kv = tuple(None if layer is None else self._empty(layer) for layer in self.layers)
         self.k_scale = self._scale(k_scale)
         self.v_scale = self._scale(v_scale)
-        self._inputs: OrderedDict[tuple[int, ...], PagedInputs] = OrderedDict()
-        # The blocks that each row of the tables of `_inputs` holds.
-        self._written: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._pool = InputPool(self._bind, self._table_width, self.device)
         self._states: dict[int, Any] = {}
 
     @classmethod
@@ -230,44 +199,19 @@ class PagedKVCache:
             raise ValueError(f"a sequence is named twice in {list(sequences)}")
         self._check_room(sequences, counts)
         width = max(counts, default=0)
-        slots: list[int] = []
-        positions: list[int] = []
-        starts, lengths = [0], []
-        tables: list[tuple[int, ...]] = []
+        batch = Batch(padded, (len(counts), width) if padded else (1, sum(counts)))
         for sequence, count in zip(sequences, counts, strict=True):
             pad = width - count if padded else 0
-            starts.append(starts[-1] + pad + count)
-            slots += [-1] * pad
-            positions += [0] * pad
             if sequence is None:
-                slots += [-1] * count
-                positions += [0] * count
-                lengths.append(0)
-                tables.append(())
+                batch.add(pad, [-1] * count, 0, 0, ())
                 continue
             before = self.allocator.length(sequence)
-            slots += self.append(sequence, count)
-            positions += range(before, before + count)
-            lengths.append(before + count)
-            tables.append(self.allocator.blocks(sequence))
+            slots = self.append(sequence, count)
+            batch.add(pad, slots, before, before + count, self.allocator.blocks(sequence))
         bound = max_query_len
         if bound == "auto":
             bound = 1 if width == 1 and not padded else None
-        key = (len(counts), len(slots), int(padded), -1 if bound is None else bound)
-        inputs = self._tensors_for(key, (len(counts), width) if padded else (1, len(slots)))
-        inputs.max_query_len = bound
-        _fill(inputs.slot_mapping, slots)
-        _fill(inputs.positions, positions)
-        _fill(inputs.seq_lens, lengths)
-        _fill(inputs.query_start_loc, starts)
-        _fill(inputs.last_rows, [stop - 1 for stop in starts[1:]])
-        written = self._written[key]
-        for row, blocks in enumerate(tables):
-            # Most steps begin no block. What stands right of a row's blocks is never read.
-            if written[row] != blocks:
-                _fill(inputs.block_table[row, : len(blocks)], list(blocks))
-                written[row] = blocks
-        return inputs
+        return self._pool.fill(batch, bound)
 
     def state(self, model: Any, rows: int) -> tuple[Any, bool]:
         """The transformers cache with the states of the recurrent layers for `rows` rows, and
@@ -303,14 +247,14 @@ class PagedKVCache:
         for tensor in _tensors(kv):
             # Zeros, so that slots which were never written cannot hold a NaN.
             tensor.view(torch.uint8).zero_()
-            _static(tensor)
+            mark_static(tensor)
         return kv
 
     def _scale(self, scale: float | None) -> Tensor | None:
         if scale is None:
             return None
         tensor = torch.tensor(scale, dtype=torch.float32, device=self.device)
-        _static(tensor)
+        mark_static(tensor)
         return tensor
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -321,39 +265,16 @@ class PagedKVCache:
                     axis = 1 if self.layout is KVCacheLayout.KV_FIRST else 0
                     tensor.select(axis, destination).copy_(tensor.select(axis, source))
 
-    def _tensors_for(self, key: tuple[int, ...], token_shape: tuple[int, int]) -> PagedInputs:
-        inputs = self._inputs.pop(key, None)
-        if inputs is None:
-            batch, tokens = key[0], key[1]
-            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-                "slot_mapping": ((tokens,), torch.int64),
-                "block_table": ((batch, self._table_width), torch.int32),
-                "seq_lens": ((batch,), torch.int32),
-                "query_start_loc": ((batch + 1,), torch.int32),
-                "positions": (token_shape, torch.int64),
-                "token_ids": (token_shape, torch.int64),
-                "last_rows": ((batch,), torch.int64),
-            }
-            made = {
-                name: torch.zeros(shape, dtype=dtype, device=self.device)
-                for name, (shape, dtype) in shapes.items()
-            }
-            for tensor in made.values():
-                _static_address(tensor)
-            inputs = PagedInputs(
-                self.kv,
-                self.layout,
-                **made,
-                max_query_len=None,
-                max_seq_len=self.max_seq_len,
-                k_scale=self.k_scale,
-                v_scale=self.v_scale,
-            )
-            self._written[key] = [()] * batch
-            while len(self._inputs) >= _KEPT_SHAPES:
-                del self._written[self._inputs.popitem(last=False)[0]]
-        self._inputs[key] = inputs
-        return inputs
+    def _bind(self, tensors: dict[str, Tensor]) -> PagedInputs:
+        return PagedInputs(
+            self.kv,
+            self.layout,
+            **tensors,
+            max_query_len=None,
+            max_seq_len=self.max_seq_len,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
 
     # Checks
 
@@ -397,20 +318,3 @@ def _tensors(kv: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
     if kv is None:
         return ()
     return (kv,) if isinstance(kv, Tensor) else kv
-
-
-def _fill(target: Tensor, values: list[Any]) -> None:
-    target.copy_(torch.tensor(values, dtype=target.dtype).view(target.shape))
-
-
-def _static(tensor: Tensor) -> None:
-    # No size of the cache is a dynamic dimension, also under dynamic=True.
-    torch._dynamo.mark_static(tensor)
-    _static_address(tensor)
-
-
-def _static_address(tensor: Tensor) -> None:
-    # CUDA graphs then read and write the tensor where it is instead of copying it in and out.
-    # Without a guard: another cache of the same shapes runs the same compiled code. Both calls are
-    # in torch's documentation in spite of their module's name; run on torch 2.13.
-    torch._dynamo.mark_static_address(tensor, guard=False)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fusion.integrations.transformers.attention import NAME
-from fusion.integrations.transformers.cache import PagedInputs, PagedKVCache
+from fusion.integrations.transformers.cache import PagedKVCache
+from fusion.integrations.transformers.inputs import PagedInputs
 
 _Steps = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 _numbers = itertools.count()
