@@ -144,7 +144,7 @@ def test_dynamic_token_counts(how):
     reports = fusion.reports()[before:]
     graphs = sum(len(r.graphs) for r in reports)
     assert graphs <= 2  # one for T > 1, one more for T = 1, which torch specialises
-    assert all(s.status == "fused" for r in reports for s in r.sites)
+    assert [s.reasons for r in reports for s in r.sites if s.status != "fused"] == []
 
 
 def test_zero_tokens_leave_the_cache_alone_and_the_next_call_works():
@@ -189,7 +189,7 @@ LOOK_ALIKES = {
     "norm on one side only": (after("split", lambda q, k: (q, k)), ("fused",)),
     "q and k swapped in the split": (
         after("split", lambda q, k: (torch.cat((k, k), 1), q[:, ::2])),
-        ("fused",),
+        ("fused", "partial"),
     ),
 }
 
@@ -212,7 +212,9 @@ def bad_rope(sign_a=-1, sign_b=1, swap=False):
             cos, sin = sin, cos
         rot, rest = x[..., :rotary], x[..., rotary:]
         a, b = rot.chunk(2, -1)
-        return torch.cat((a * cos + sign_a * (b * sin), b * cos + sign_b * (a * sin), rest), -1)
+        first = a * cos - b * sin if sign_a < 0 else a * cos + b * sin
+        second = b * cos + a * sin if sign_b > 0 else b * cos - a * sin
+        return torch.cat((first, second, rest), -1)
 
     return rope
 

@@ -148,7 +148,9 @@ def _outputs(chain: Chain, operation: Operation) -> dict[Node, str]:
         outputs[chain.k_rope.out.node] = "key"
     if chain.write is not None:
         for node in chain.write.results:
-            outputs[node] = "cache"
+            # A content between the writes of K and V holds only one of them; nothing reads it.
+            if not any(user in chain.write.nodes for user in node.users):
+                outputs[node] = "cache"
     return outputs
 
 

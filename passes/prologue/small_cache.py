@@ -17,6 +17,9 @@ from fusion.graph.shapes import hint, hints
 from fusion.match.facts import CachePlane, CacheWrite, Slots
 from fusion.match.region import Dims, Factor, Input, RegionError, small_shape
 
+aten = torch.ops.aten
+_WRAPPING = {aten.index_put.default, aten._unsafe_index_put.default}
+
 
 class SmallCache:
     """Small stand-ins for the bases of one write, their K and V views, and slots into them."""
@@ -149,6 +152,8 @@ class SmallCache:
 
     def _make_slots(self) -> dict[Node, Input]:
         slots = self.write.slots
+        # index_put counts a negative index from the end; index_copy and scatter refuse it.
+        wraps = any(n.target in _WRAPPING for n in self.write.nodes)
         total = self.blocks * self.block_size
         shape = hints(slots.node.meta["val"].shape)
         count = math.prod(shape)
@@ -170,13 +175,14 @@ class SmallCache:
         if slots.kind == "block_offset":
             assert slots.offset is not None
             block, offset = picked // self.block_size, picked % self.block_size
-            block[:1] -= self.blocks  # torch counts a negative index from the end
+            if wraps:
+                block[:1] -= self.blocks
             put(slots.node, block)
             put(slots.offset, offset)
         else:
             if slots.kind == "slots" and rows > 2:
                 picked[1] = -1  # a padding row
-            elif slots.kind == "index":
+            elif slots.kind == "index" and wraps:
                 picked[:1] -= total if slots.batch is None else self.block_size
             put(slots.node, picked)
         return out
