@@ -30,7 +30,8 @@ from fusion.graph.elements import (
     shape_of,
     zero,
 )
-from fusion.graph.moves import is_move, reshape_index, step
+from fusion.graph.moves import is_move, step
+from fusion.graph.reshaping import reshape_index
 from fusion.match.trail import assemble, trails
 from tests.match_graphs import Traced, trace
 
@@ -115,6 +116,9 @@ MOVES: dict[str, Callable[[Any, Any], Any]] = {
     "written strided slice": lambda x, y: torch.slice_scatter(x, y[..., ::2], -1, 1, 8, 2),
     "written row": lambda x, y: torch.select_scatter(x, y[:, 0], 1, 2),
     "copied": lambda x, y: torch.ops.aten.copy(x, y[:1]),
+    "written strided window": lambda x, y: torch.as_strided_scatter(
+        x, y[:2, :3, 0], (2, 3), (48, 8), 11
+    ),
     "strided": lambda x, y: x.as_strided((3, 5), (48, 2), 7),
     "complex and back": lambda x, y: torch.view_as_real(torch.view_as_complex(x.view(4, 6, 4, 2))),
     "complex of two": lambda x, y: torch.view_as_real(torch.complex(x, y)),

@@ -33,8 +33,9 @@ def _evaluate(node: Node, depth: int) -> torch.Tensor | None:
     fake = value_of(node)
     if node.op == "get_attr" and node.graph.owning_module is not None:
         held = getattr(node.graph.owning_module, str(node.target), None)
-        plain = type(held) is torch.Tensor and held.device.type == "cpu"
-        return held if plain and held.numel() <= _LIMIT else None
+        if type(held) is not torch.Tensor or held.device.type != "cpu":
+            return None
+        return held if held.numel() <= _LIMIT else None
     if depth == 0 or node.op != "call_function" or not isinstance(fake, torch.Tensor):
         return None
     if not all(isinstance(size, int) for size in fake.shape) or math.prod(shape_of(node)) > _LIMIT:

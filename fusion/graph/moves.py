@@ -7,34 +7,31 @@ depends on values (gathers by a computed index, arithmetic) are not in the table
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch.fx import Node
 
+from fusion.graph import scatter_moves as scatters
 from fusion.graph.constants import constant
 from fusion.graph.elements import (
     CASTS,
     Array,
     Index,
     Ref,
-    Unreadable,
     arguments,
     collapse,
     dtype_of,
     number,
     op_name,
     partition,
-    same_size,
     shape_of,
     value_of,
     zero,
 )
 from fusion.graph.foreign import expansion
-
-_END = 2**62
+from fusion.graph.reshaping import axis_of, bounds, fixed, reshape_index
 
 
 def step(ref: Ref) -> list[Ref] | None:
@@ -60,15 +57,9 @@ def step(ref: Ref) -> list[Ref] | None:
             return [ref.at(source, ref.index, ref.part)]
         return None
     inner = expansion(node)
-    if inner is not None and len(inner) == 1:
+    if inner is not None and len(inner) == 1 and inner[0] is not None:
         return [ref.at(inner[0], ref.index, ref.part)]
     return None
-
-
-def axis_of(dim: Any, ndim: int) -> int:
-    """A dimension number counted from the front."""
-    value = number(dim)
-    return value + ndim if value < 0 else value
 
 
 def _one(ref: Ref, source: Node, index: Index) -> list[Ref]:
@@ -84,48 +75,6 @@ def _view(ref: Ref, a: dict[str, Any]) -> list[Ref]:
     shape_of(ref.node), shape_of(source)  # raises where sizes are unknown or zero
     out, inner = value_of(ref.node).shape, value_of(source).shape
     return _one(ref, source, reshape_index(ref.index, out, inner, len(ref.labels)))
-
-
-def reshape_index(index: Index, out_shape: Sequence[Any], shape: Sequence[Any], rank: int) -> Index:
-    """Positions in ``shape`` of elements of its row-major reshape to ``out_shape``.
-
-    Dimensions are matched in groups of equal product. With symbolic sizes the products must be
-    equal as expressions: two sizes that only happen to have one example value stay apart.
-    """
-    out, source = [number(n) for n in out_shape], [number(n) for n in shape]
-    result: list[Array] = []
-    i = j = 0
-    while i < len(out) or j < len(source):
-        if i < len(out) and j < len(source) and same_size(out_shape[i], shape[j]):
-            result.append(index[i])
-            i, j = i + 1, j + 1
-            continue
-        first, start = i, j
-        left, right = 1, 1
-        left_size: Any = 1
-        right_size: Any = 1
-        if i < len(out):
-            left, left_size, i = out[i], out_shape[i], i + 1
-        if j < len(source):
-            right, right_size, j = source[j], shape[j], j + 1
-        while left != right or not same_size(left_size, right_size):
-            if i < len(out) and (left <= right or j == len(source)):
-                left, left_size, i = left * out[i], left_size * out_shape[i], i + 1
-            elif j < len(source):
-                right, right_size, j = right * source[j], right_size * shape[j], j + 1
-            else:
-                break
-        if left != right:
-            raise Unreadable(f"cannot view {tuple(shape)} as {tuple(out_shape)}")
-        linear = zero(rank)
-        for dim in range(first, i):
-            linear = linear * out[dim] + index[dim]
-        pieces: list[Array] = []
-        for dim in reversed(range(start, j)):
-            pieces.append(collapse(linear % source[dim]) if source[dim] > 1 else zero(rank))
-            linear = linear // source[dim]
-        result += reversed(pieces)
-    return tuple(result)
 
 
 def _permute(ref: Ref, a: dict[str, Any]) -> list[Ref]:
@@ -177,28 +126,13 @@ def _repeat(ref: Ref, a: dict[str, Any]) -> list[Ref]:
     return _one(ref, a["self"], index)
 
 
-def _bounds(a: dict[str, Any], size: int) -> tuple[int, int, int]:
-    """Start, length and step of a slice (negative and missing ends resolved)."""
-    start = 0 if a.get("start") is None else number(a["start"])
-    end = _END if a.get("end") is None else number(a["end"])
-    stride = number(a.get("step", 1))
-    start = min(max(start + size if start < 0 else start, 0), size)
-    end = min(max(end + size if end < 0 else end, start), size)
-    return start, -(-(end - start) // stride), stride
-
-
 def _slice(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    if not _fixed(a.get("start"), a.get("step")):
+    if not fixed(a.get("start"), a.get("step")):
         return None
     dim = axis_of(a.get("dim", 0), len(ref.index))
-    start, _, stride = _bounds(a, shape_of(a["self"])[dim])
+    start, _, stride = bounds(a, shape_of(a["self"])[dim])
     moved = ref.index[dim] * stride + start
     return _one(ref, a["self"], (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
-
-
-def _fixed(*values: Any) -> bool:
-    """Whether offsets are plain numbers: a symbolic one is no fixed place in the input."""
-    return all(value is None or isinstance(value, int) for value in values)
 
 
 def _narrow(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
@@ -206,7 +140,7 @@ def _narrow(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
 
 
 def _select(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    if not _fixed(a["index"]):
+    if not fixed(a["index"]):
         return None
     shape = shape_of(a["self"])
     dim, rank = axis_of(a["dim"], len(shape)), len(ref.labels)
@@ -258,7 +192,7 @@ def _gathered(ref: Ref, source: Node, dim: int, positions: Array) -> list[Ref] |
 def _cat(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
     parts = [n for n in a["tensors"] if shape_or_empty(n) != (0,)]
     dim = axis_of(a.get("dim", 0), len(ref.index))
-    if not _fixed(*(value_of(n).shape[dim] for n in parts[:-1])):
+    if not fixed(*(value_of(n).shape[dim] for n in parts[:-1])):
         return None
     edges = np.cumsum([0] + [shape_of(n)[dim] for n in parts])
     which = np.searchsorted(edges, ref.index[dim], side="right") - 1
@@ -305,74 +239,14 @@ def _getitem(ref: Ref) -> list[Ref] | None:
             index = (*ref.index[:dim], zero(rank) + which, *ref.index[dim:])
             return _one(ref, whole, index)
         before = [t.shape[dim] for t in value_of(source)[:which]]
-        if not _fixed(*before):
+        if not fixed(*before):
             return None
         start = sum(before)
         moved = ref.index[dim] + start
         return _one(ref, whole, (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
     inner = expansion(source)
-    if inner is not None and which < len(inner) and inner[which] is not None:
-        return _one(ref, inner[which], ref.index)
-    return None
-
-
-def _slice_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    if not _fixed(a.get("start"), a.get("step")):
-        return None
-    dim = axis_of(a.get("dim", 0), len(ref.index))
-    start, length, stride = _bounds(a, shape_of(ref.node)[dim])
-    at = ref.index[dim] - start
-    inside = (at >= 0) & (at < length * stride) & (at % stride == 0)
-    result = []
-    for labels, k in partition(ref.labels, inside.astype(np.int64)):
-        piece = ref.only(labels)
-        if not k:
-            result.append(piece.at(a["self"], piece.index, ref.part))
-            continue
-        moved = (piece.index[dim] - start) // stride
-        index = (*piece.index[:dim], moved, *piece.index[dim + 1 :])
-        result.append(piece.at(a["src"], index, ref.part))
-    return result
-
-
-def _select_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    if not _fixed(a["index"]):
-        return None
-    dim = axis_of(a["dim"], len(ref.index))
-    at = axis_of(a["index"], shape_of(ref.node)[dim])
-    result = []
-    for labels, k in partition(ref.labels, (ref.index[dim] == at).astype(np.int64)):
-        piece = ref.only(labels)
-        index = piece.index[:dim] + piece.index[dim + 1 :] if k else piece.index
-        result.append(piece.at(a["src"] if k else a["self"], index, ref.part))
-    return result
-
-
-def _copy(ref: Ref, a: dict[str, Any]) -> list[Ref]:
-    """``copy(self, src)``: the source, broadcast to ``self``."""
-    if dtype_of(a["src"]) != dtype_of(ref.node):
-        raise Unreadable(f"{ref.node} copies across dtypes", ref.node)
-    return _expand(ref, {"self": a["src"]})
-
-
-def _as_strided(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    """A strided window, where the source is contiguous from the start of its storage."""
-    source = a["self"]
-    shape, value = shape_of(source), value_of(source)
-    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    strides = [number(s) for s in value.stride()]
-    if any(s != d for s, d, n in zip(strides, dense, shape, strict=True) if n != 1):
-        return None
-    offset = a.get("storage_offset")
-    base = number(value.storage_offset())
-    linear = zero(len(ref.labels)) + ((base if offset is None else number(offset)) - base)
-    for x, stride in zip(ref.index, a["stride"], strict=True):
-        linear = linear + x * number(stride)
-    linear = collapse(linear)
-    if linear.min() < 0 or linear.max() >= math.prod(shape):
-        return None
-    whole = math.prod(shape)
-    return _one(ref, source, reshape_index((linear,), (whole,), shape, len(ref.labels)))
+    result = None if inner is None or not 0 <= which < len(inner) else inner[which]
+    return None if result is None else _one(ref, result, ref.index)
 
 
 def _view_as_real(ref: Ref, a: dict[str, Any]) -> list[Ref]:
@@ -436,10 +310,11 @@ _MOVES: dict[str, Callable[[Ref, dict[str, Any]], list[Ref] | None]] = {
     "aten.cat.default": _cat,
     "aten.concat.default": _cat,
     "aten.stack.default": _stack,
-    "aten.slice_scatter.default": _slice_scatter,
-    "aten.select_scatter.default": _select_scatter,
-    "aten.copy.default": _copy,
-    "aten.as_strided.default": _as_strided,
+    "aten.slice_scatter.default": scatters.slice_scatter,
+    "aten.select_scatter.default": scatters.select_scatter,
+    "aten.copy.default": scatters.copy,
+    "aten.as_strided.default": scatters.as_strided,
+    "aten.as_strided_scatter.default": scatters.as_strided_scatter,
     "aten.view_as_real.default": _view_as_real,
     "aten.view_as_complex.default": _view_as_complex,
     "aten.complex.default": _complex,

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from fusion.graph.foreign import is_registered, owner
+from fusion.graph.foreign import called_op, is_registered, owner
 from fusion.match.facts import Miss
 from fusion.reason import Reason
 
@@ -45,7 +45,7 @@ def opaque_node(node: Node) -> Node | None:
         return None
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return opaque_node(node.args[0])
-    if is_registered(node.target):
+    if is_registered(node):
         return None
     namespace = getattr(node.target, "namespace", None)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -55,12 +55,6 @@ def opaque_node(node: Node) -> Node | None:
 
 def opaque(node: Node, depth: int) -> No:
     """The refusal that names an opaque operator."""
-    called = node
-    if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-        inner = next((a for a in node.args if isinstance(a, torch._ops.OpOverload)), None)
-        name = str(inner or node.target)
-    else:
-        name = str(node.target)
-    return No(
-        "match.opaque-op", f"{name} has no registered decomposition", called, depth, have=name
-    )
+    name = str(called_op(node))
+    message = f"{name} has no registered decomposition"
+    return No("match.opaque-op", message, node, depth, have=name)

@@ -24,7 +24,7 @@ from fusion.graph.elements import (
     zero,
 )
 from fusion.graph.foreign import is_inner
-from fusion.graph.moves import axis_of
+from fusion.graph.reshaping import axis_of
 from fusion.match.miss import No
 from fusion.match.walk import Walk, constant_number
 

@@ -335,7 +335,7 @@ class _Reading:
         factors = [p.partner if partner else p.own for p in pairs]
         labels = (*self.labels[:-1], np.arange(rotary))
         wrong: Node | None = None
-        for node in reversed(common([f.table for f in factors])):
+        for node in reversed(common([f.table for f in factors], inner=True)):
             hops = [h for f in factors if (h := f.table.at(node)) is not None]
             parts = {h.ref.part for h in hops}
             boxes = [(p.labels, h.ref.index) for p, h in zip(pairs, hops, strict=True)]
@@ -354,7 +354,9 @@ class _Reading:
                     wrong = node
                     break
             else:
-                return gathered(halved(table, self.frame, style), self.frame)
+                table = gathered(halved(table, self.frame, style), self.frame)
+                if not is_inner(table.node):
+                    return table
         name = "sin" if partner else "cos"
         node = factors[0].table.hops[0].ref.node
         if wrong is not None:

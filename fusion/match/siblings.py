@@ -31,6 +31,7 @@ from fusion.graph.elements import (
     value_of,
     zero,
 )
+from fusion.graph.foreign import is_registered
 from fusion.graph.moves import is_move
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
 from fusion.match.rotation import read_rope
@@ -76,7 +77,7 @@ class RopeFinder:
         found: list[Rope | Miss] = []
         taken = set(key.nodes)
         for node in products.get(level or 0, []):
-            if node in taken:
+            if node in taken and not is_registered(node):
                 continue
             for fact in self._chain(node, key):
                 if isinstance(fact, Miss) and any(
@@ -100,11 +101,14 @@ class RopeFinder:
         known = self._levels.get(ends)
         if known is None:
             held = _forward(ends)
+            given = held | _forward(frozenset({key.cos.node, key.sin.node}))
             levels: dict[Node, int] = {}
             products: dict[int, list[Node]] = {}
             for node in self.graph.nodes:
                 level = max((levels[n] for n in node.all_input_nodes), default=0)
-                if op_name(node) in _PRODUCTS and any(n in held for n in node.all_input_nodes):
+                sources = node.all_input_nodes
+                is_product = op_name(node) in _PRODUCTS and any(n in held for n in sources)
+                if is_product or (is_registered(node) and any(n in given for n in sources)):
                     level += 1
                     products.setdefault(level, []).append(node)
                 levels[node] = level
@@ -118,7 +122,7 @@ class RopeFinder:
             for view in _views(end, key.out):
                 fact = read_rope(view)
                 if isinstance(fact, Rope):
-                    if node not in fact.nodes:
+                    if node not in fact.nodes or fact.out.node is key.out.node:
                         continue
                     fact = _past_casts(fact)
                     if same_tables(key, fact):
@@ -207,7 +211,8 @@ def _results(node: Node, order: dict[Node, int]) -> list[Node]:
     """What may be the result of the rope that a product belongs to, nearest first."""
     found: set[Node] = {node}
     todo = [node]
-    summed: set[Node] = set()
+    called = is_registered(node)
+    summed: set[Node] = {node} if called else set()
     while todo and len(found) < _REACH:
         at = todo.pop(0)
         for user in at.users:
@@ -220,6 +225,7 @@ def _results(node: Node, order: dict[Node, int]) -> list[Node]:
                 or is_move(user)
                 or cast_source(user) is not None
                 or name == "aten.neg.default"
+                or (called and at is node and name == "getitem")
             ):
                 continue
             if is_sum and at in summed and name != "aten.addcmul.default":
@@ -229,7 +235,7 @@ def _results(node: Node, order: dict[Node, int]) -> list[Node]:
             if is_sum or at in summed:
                 summed.add(user)
             todo.append(user)
-    if dtype_of(node).is_complex:
+    if not called and dtype_of(node).is_complex:
         summed = found
     return sorted((n for n in summed if n in order), key=lambda n: order[n])
 

@@ -26,7 +26,8 @@ from fusion.graph.elements import (
     value_of,
     zero,
 )
-from fusion.graph.moves import axis_of
+from fusion.graph.foreign import is_inner, outer
+from fusion.graph.reshaping import axis_of
 from fusion.match.facts import RopeTable
 from fusion.match.trail import Trail, common, meet, same_index, trails
 from fusion.match.views import Frame
@@ -140,7 +141,8 @@ def gathered(table: RopeTable, frame: Frame) -> RopeTable:
     ):
         return table
     positions = _positions(row, frame)
-    if positions is None:
+    source = outer(source)
+    if positions is None or is_inner(source):
         return table
     start = int(flat[0])
     return RopeTable(source, (None, "dim"), (start, start + width), table.full, positions)
@@ -179,6 +181,8 @@ def _positions(row: Ref, frame: Frame) -> Node | None:
     if len(found) != 1:
         return None
     for hop in found[0].hops:
+        if is_inner(hop.ref.node):
+            continue
         shape, value = shape_of(hop.ref.node), value_of(hop.ref.node)
         flat = zero(frame.rank)
         for size, array in zip(shape, hop.ref.index, strict=True):

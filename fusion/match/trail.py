@@ -124,11 +124,16 @@ def negated(ref: Ref) -> tuple[Ref, int] | None:
     return None
 
 
-def common(all_trails: Iterable[Trail]) -> list[Node]:
-    """The nodes that every trail passes, from near to far on the first one."""
-    first, *others = all_trails
-    sets = [set(t.nodes()) for t in others]
-    return list(dict.fromkeys(n for n in first.nodes() if all(n in s for s in sets)))
+def common(all_trails: Iterable[Trail], *, inner: bool = False) -> list[Node]:
+    """The nodes that every trail passes, from near to far on the first one.
+
+    Nodes inside a decomposition count only with ``inner``.
+    """
+    first, *others = (
+        [h.ref.node for h in t.hops] if inner else list(t.nodes()) for t in all_trails
+    )
+    sets = [set(nodes) for nodes in others]
+    return list(dict.fromkeys(n for n in first if all(n in s for s in sets)))
 
 
 def assemble(parts: list[tuple[Labels, Index]], labels: Labels) -> Index | None:
