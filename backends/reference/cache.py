@@ -43,28 +43,36 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
 
 
-def redirect_padding(slot_mapping: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Redirected:
+    """Which row goes where once padding rows are out of the way.
+
+    ``source [N]`` int64, the row whose value each row writes; ``slot [N]`` int64, >= 0, where it
+    goes; ``any_valid``, 0-dim bool, whether anything is to be written at all.
+    """
+
+    source: Tensor
+    slot: Tensor
+    any_valid: Tensor
+
+
+def redirect_padding(slot_mapping: Tensor) -> Redirected:
     """Turns padding rows into harmless repetitions of the last row that is not padding.
 
     A scatter without data-dependent shapes has to write something for each row. Sending padding
     rows to a spare slot would race with the row that owns it, so they repeat, value and slot, the
     last row with ``slot >= 0``: identical bits to the same place, in any order. If every row is
-    padding, all write back what slot 0 holds already.
+    padding, all of them go to slot 0 and write back what is there.
 
     Args:
         slot_mapping: ``[N]``, N >= 1, int32 or int64, negative = padding.
-        tokens: T, number of rows of keys and values, T >= N.
-
-    Returns:
-        ``source [N]`` int64, the row whose value each row writes, or T for "what is there
-        already"; ``slot [N]`` int64, >= 0.
     """
     rows = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
     valid = slot_mapping >= 0
     last = torch.where(valid, rows, -1).amax()
-    source = torch.where(valid, rows, last)
-    slot = slot_mapping[source.clamp(min=0)].to(torch.int64).clamp(min=0)
-    return torch.where(source < 0, tokens, source), slot
+    source = torch.where(valid, rows, last).clamp(min=0)
+    slot = slot_mapping[source].to(torch.int64).clamp(min=0)
+    return Redirected(source, slot, last >= 0)
 
 
 def key_view(cache: Tensor, kv_layout: str) -> Tensor:
@@ -93,51 +101,28 @@ def value_index(cache: Tensor, slot: Tensor, kv_layout: str) -> tuple[Tensor, ..
     return slot // block, offset // x, offset % x
 
 
-@dataclass(frozen=True)
-class WritePlan:
-    """A cache write spelled without mutation: ``view[index] = cat(rows, held)[source]``.
-
-    ``view`` is :func:`key_view` or :func:`value_view` and ``held`` what it holds at the first
-    entry of the index. Only copies remain to be done, so that every bit survives.
-    """
-
-    source: Tensor
-    key_index: tuple[Tensor, ...]
-    key_rows: Tensor
-    value_index: tuple[Tensor, ...]
-    value_rows: Tensor
-
-
-def plan_write(
+def rows_to_store(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     *,
     kv_layout: str = "NHD",
-) -> WritePlan:
-    """What :func:`kv_cache_write` will copy, and where to; N >= 1. Reads no cache element."""
-    source, slot = redirect_padding(slot_mapping, key.shape[0])
+) -> tuple[Tensor, Tensor]:
+    """Key and value rows as the caches keep them, ``[T, Hk, ...]`` with the dims of the views."""
     key_rows = stored(key, key_cache.dtype, k_scale)
-    value_rows = stored(value, value_cache.dtype, v_scale)
     if kv_layout == "SHUFFLE":
         key_rows = key_rows.reshape(*key.shape[:2], key_cache.shape[2], key_cache.shape[4])
-    return WritePlan(
-        source,
-        key_index(key_cache, slot, kv_layout),
-        key_rows,
-        value_index(value_cache, slot, kv_layout),
-        value_rows,
-    )
+    return key_rows, stored(value, value_cache.dtype, v_scale)
 
 
-def _put(view: Tensor, index: tuple[Tensor, ...], rows: Tensor, source: Tensor) -> None:
+def _put(view: Tensor, index: tuple[Tensor, ...], rows: Tensor, to: Redirected) -> None:
+    # Only copies, in no arithmetic dtype, so that the bits of NaNs survive.
     view, rows = bits(view), bits(rows)
     held = view[tuple(i[:1] for i in index)]
-    view.index_put_(index, torch.cat((rows, held))[source])
+    view.index_put_(index, torch.where(to.any_valid, rows[to.source], held))
 
 
 def kv_cache_write(
@@ -158,11 +143,17 @@ def kv_cache_write(
     """
     if slot_mapping.shape[0] == 0:
         return
-    plan = plan_write(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_layout=kv_layout
+    to = redirect_padding(slot_mapping)
+    key_rows, value_rows = rows_to_store(
+        key, value, key_cache, value_cache, k_scale, v_scale, kv_layout=kv_layout
     )
-    _put(key_view(key_cache, kv_layout), plan.key_index, plan.key_rows, plan.source)
-    _put(value_view(value_cache, kv_layout), plan.value_index, plan.value_rows, plan.source)
+    _put(key_view(key_cache, kv_layout), key_index(key_cache, to.slot, kv_layout), key_rows, to)
+    _put(
+        value_view(value_cache, kv_layout),
+        value_index(value_cache, to.slot, kv_layout),
+        value_rows,
+        to,
+    )
 
 
 def gather(

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from fusion.backends.reference import prologue
-from fusion.backends.reference.cache import plan_write
-from fusion.graph.lowerings import Decline, examples, inline, put_rows
+from fusion.backends.reference.cache import (
+    key_index,
+    redirect_padding,
+    rows_to_store,
+    value_index,
+)
+from fusion.graph.lowerings import Decline, examples, inline, once, put_rows
 
 _WRITE = ("key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
 
@@ -58,32 +63,46 @@ def _lower(op: str, values: Mapping[str, Any], fakes: Mapping[str, Any]) -> Any:
         return _functional(op, {**dict(zip(tensors, given, strict=True)), **rest})
 
     key = (op, tuple(tensors), tuple(sorted((k, str(v)) for k, v in rest.items())))
-    result, plan = inline(
+    result, rows = inline(
         functional, [values[n] for n in tensors], [fakes[n] for n in tensors], key
     )
-    if plan is not None:
-        source, key_index, key_rows, value_index, value_rows = plan
-        layout = fakes["kv_layout"]
-        put_rows(_view(values["key_cache"], layout, _KEY_DIMS), key_index, key_rows, source)
-        put_rows(_view(values["value_cache"], layout, _VALUE_DIMS), value_index, value_rows, source)
+    if rows is not None:
+        _write(rows, values, fakes)
     return result
 
 
-_KEY_DIMS = (0, 3, 1, 2, 4)
-_VALUE_DIMS = (0, 2, 4, 1, 3)
+def _write(rows: tuple[Any, Any], values: Mapping[str, Any], fakes: Mapping[str, Any]) -> None:
+    """The copy into both caches; ``rows`` as :func:`rows_to_store` gives them, but IR."""
+    layout, fake_slots = fakes["kv_layout"], fakes["slot_mapping"]
 
+    def redirect(slots: Any) -> tuple[Any, ...]:
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            to = redirect_padding(x)
+            return to.source, to.slot, to.any_valid
 
-def _view(cache: Any, layout: str, dims: tuple[int, ...]) -> Any:
-    """:func:`fusion.backends.reference.cache.key_view` or ``value_view``, on IR."""
-    if layout != "SHUFFLE":
-        return cache
-    from torch._inductor.lowering import lowerings
+        made: tuple[Any, ...] = inline(function, [slots], [fake_slots], "redirect")
+        return made
 
-    return lowerings[torch.ops.aten.permute.default](cache, dims)
+    source, slot, any_valid = once(values["slot_mapping"], "redirect", redirect)
+    for name, index_of, dims, data in (
+        ("key_cache", key_index, (0, 3, 1, 2, 4), rows[0]),
+        ("value_cache", value_index, (0, 2, 4, 1, 3), rows[1]),
+    ):
+        cache, fake = values[name], fakes[name]
+
+        def index(c: Tensor, s: Tensor, index_of: Any = index_of) -> Any:
+            return index_of(c, s.to(torch.int64), layout)
+
+        where_to = inline(index, [cache, slot], [fake, fake_slots], (name, layout))
+        if layout == "SHUFFLE":  # key_view and value_view, on IR
+            from torch._inductor.lowering import lowerings
+
+            cache = lowerings[torch.ops.aten.permute.default](cache, dims)
+        put_rows(cache, where_to, data, source, any_valid)
 
 
 def _functional(op: str, a: dict[str, Any]) -> tuple[Any, Any]:
-    """What the operation returns, and what is left to copy (None for nothing)."""
+    """What the operation returns, and the rows that are left to copy (None for nothing)."""
     layout = a.pop("kv_layout", "NHD")
     return_key = a.pop("return_key", False)
     write = {name: a.pop(name, None) for name in _WRITE}
@@ -98,10 +117,10 @@ def _functional(op: str, a: dict[str, Any]) -> tuple[Any, Any]:
         key = result[1]
     if op == "qk_norm_rope":
         return result, None
-    plan = None
-    if write["slot_mapping"].shape[0] != 0:
-        made = plan_write(key, value, **write, kv_layout=layout)
-        plan = (made.source, made.key_index, made.key_rows, made.value_index, made.value_rows)
+    slots = write.pop("slot_mapping")
+    rows = None
+    if slots.shape[0] != 0:
+        rows = rows_to_store(key, value, **write, kv_layout=layout)
     if result is not None and not return_key:
         result = (result[0], key.new_empty((0, *key.shape[1:])))
-    return result, plan
+    return result, rows

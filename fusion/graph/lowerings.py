@@ -227,25 +227,61 @@ def _trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple
     return module, pytree.tree_unflatten(leaves, spec)
 
 
-def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any) -> None:
-    """``view[index] = cat(rows, held)[source]`` in place, with no buffer of the view's size.
+def once(tensor: Any, key: Hashable, make: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """``make(tensor)`` as buffers, computed once a graph for all calls with the same tensor.
+
+    Layers share their slot mapping; what follows from it alone need not be computed in each.
+
+    Args:
+        tensor: IR; realized by this.
+        key: names the computation.
+        make: gives IR that depends on nothing but ``tensor``.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    tensor.realize()
+    if not ir.is_storage_and_layout(tensor):  # a view without strides of its own: not comparable
+        return make(tensor)
+    name = tensor.get_name()
+    shared = _traces.setdefault(V.graph, {})
+    layout = tensor.get_layout()
+    full_key = ("once", key, name, str(layout.size), str(layout.stride), str(layout.offset))
+    # Written to in the graph: what was computed before may be out of date.
+    if name in V.graph.mutated_buffers or full_key not in shared:
+        results = make(tensor)
+        for result in results:
+            result.realize()
+        shared[full_key] = results
+    return tuple(shared[full_key])
+
+
+def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any, any_valid: Any) -> None:
+    """``view[index] = where(any_valid, rows[source], view[index[0]])`` in place.
+
+    No buffer of the view's size is made, and what is already there keeps its bits.
 
     Args:
         view: IR of a cache, any view of a buffer.
-        index: int64 IR ``[N]``, indices into the leading dimensions of ``view``.
-        rows: IR ``[T, ...]`` in the view's dtype; ``held``, what the view holds at the first index,
-            becomes row T.
-        source: int64 IR ``[N]``, 0 to T.
-
-    The rows go through a buffer of T + 1 rows by pure copies, which keep the bits of NaNs;
-    selecting in registers would pass bfloat16 through float32 and change them.
+        index: int64 IR ``[N]`` each, indices into the leading dimensions of ``view``.
+        rows: IR ``[T, ...]`` in the view's dtype.
+        source: int64 IR ``[N]``, 0 to T - 1.
+        any_valid: bool IR, 0-dim.
     """
-    from torch._inductor import ir, lowering
+    from torch._inductor import lowering
 
     private: Any = lowering
     lowerings, aten = private.lowerings, torch.ops.aten
+    dtype = view.get_dtype()
     first = [lowerings[aten.slice.Tensor](i, 0, 0, 1) for i in index]
     held = lowerings[aten.index.Tensor](view, first)
-    table = ir.TensorBox(ir.ConcatKernel.create([rows, held], 0))
-    picked = lowerings[aten._unsafe_index.Tensor](table, [source])
-    private.index_put_impl_(view, list(index), picked, False, check=True, may_realize=False)
+    picked = lowerings[aten._unsafe_index.Tensor](rows, [source])
+    # Inductor computes in float32 whatever is narrower, which changes NaNs: choose among integers.
+    integer = {1: torch.uint8, 2: torch.int16}.get(dtype.itemsize, dtype)
+    chosen = lowerings[aten.where.self](
+        any_valid,
+        lowerings[aten.view.dtype](picked, integer),
+        lowerings[aten.view.dtype](held, integer),
+    )
+    values = lowerings[aten.view.dtype](chosen, dtype)
+    private.index_put_impl_(view, list(index), values, False, check=True, may_realize=False)
