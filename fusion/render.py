@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from fusion.reason import CODES, Reason
-from fusion.report import Group, Report, Site, group
+
+if TYPE_CHECKING:  # the report calls these functions; at run time nothing is needed from it
+    from fusion.report import Group, Report, Site
 
 
 def to_text(report: Report, *, all_sites: bool = False) -> str:
@@ -26,7 +29,7 @@ def to_text(report: Report, *, all_sites: bool = False) -> str:
         cached = ", from the compile cache" if graph.cached else ""
         lines += ["", f"graph {graph.id or '-'} ({graph.phase}{cached}): {_tally(graph.sites)}"]
         lines += [f"  {r}" for r in graph.reasons]
-        groups = group(graph.sites)
+        groups = graph.groups()
         if all_sites:
             rows = [(where(s), s.pass_name, summary(s)) for s in graph.sites]
         else:
@@ -154,7 +157,7 @@ def to_html(report: Report) -> str:
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     env.trim_blocks = env.lstrip_blocks = True
     template = env.from_string(source)
-    graphs = [(g, group(g.sites)) for g in report.graphs]
+    graphs = [(g, g.groups()) for g in report.graphs]
     return template.render(
         report=report,
         graphs=graphs,

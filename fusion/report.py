@@ -200,6 +200,10 @@ class GraphReport:
     times: Mapping[str, float] = field(default_factory=dict, hash=False)
     nodes: tuple[int, int] = (0, 0)
 
+    def groups(self) -> list[Group]:
+        """The sites, put together by identical outcome."""
+        return group(self.sites)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
         return {

@@ -34,9 +34,10 @@ from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss
 from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
-from fusion.passes.prologue.chain import Chain, read_chain
+from fusion.passes.prologue.chain import Chain, read_chain, read_loose
 from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
+from fusion.passes.prologue.loose import find_loose_keys
 from fusion.passes.prologue.operation import kernel_call, operation_of
 from fusion.pipeline import Context
 from fusion.reason import Reason
@@ -54,24 +55,13 @@ class QKNormRopeKVCache:
     max_tokens: int | None = None
 
     def run(self, graph: Graph, context: Context) -> list[Site]:
-        """Fuse every prologue that is proved right; one site per cache write."""
+        """Fuse every prologue that is proved right; one site per cache write or loose key."""
         # Read everything before anything is rewritten: facts speak of the graph as it is.
-        finder = RopeFinder(graph)
-        taken: set[Node] = set()
-        read: list[tuple[CacheWrite | None, Chain | Miss]] = []
-        for found in find_cache_writes(graph):
-            if isinstance(found, Miss):
-                read.append((None, found))
-                continue
-            chain = read_chain(found, finder, frozenset(taken))
-            if isinstance(chain, Chain):
-                taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
-            read.append((found, chain))
         return [
             self._fuse(graph, chain, context)
             if isinstance(chain, Chain)
             else describe.missed(context, chain, write)
-            for write, chain in read
+            for write, chain in read_sites(graph)
         ]
 
     def _fuse(self, graph: Graph, chain: Chain, context: Context) -> Site:
@@ -116,6 +106,29 @@ class QKNormRopeKVCache:
             have=str(tokens),
             need=f"at most {self.max_tokens}",
         )
+
+
+def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
+    """What the recognisers say about every cache write and every loose key, in that order."""
+    finder = RopeFinder(graph)
+    taken: set[Node] = set()
+    sites: list[tuple[CacheWrite | None, Chain | Miss]] = []
+    for found in find_cache_writes(graph):
+        if isinstance(found, Miss):
+            sites.append((None, found))
+            continue
+        chain = read_chain(found, finder, frozenset(taken))
+        if isinstance(chain, Chain):
+            taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
+        sites.append((found, chain))
+    for key in find_loose_keys(graph, frozenset(taken)):
+        if key.out.node not in taken:
+            loose = read_loose(key, finder, frozenset(taken))
+            taken.add(key.out.node)
+            if isinstance(loose, Chain):
+                taken.add(loose.q_rope.out.node)
+            sites.append((None, loose))
+    return sites
 
 
 def _why_no_kernel(selection: Selection) -> Sequence[Reason]:

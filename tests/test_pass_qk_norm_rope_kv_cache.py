@@ -385,3 +385,62 @@ def test_validation_catches_what_a_recogniser_gets_wrong(monkeypatch):
     assert outcome.site.reasons[0].code == "match.validation"
     assert outcome.site.validation["max_abs_error"] > 0
     outcome.assert_equal()
+
+
+# --- no slot write ---------------------------------------------------------------------------
+
+
+def rotated(x):
+    """q, k and v of G0, normed and rotated."""
+    q, k, v = x.qkv.split([8 * 32, 4 * 32, 4 * 32], -1)
+    q, k, v = q.view(-1, 8, 32), k.view(-1, 4, 32), v.view(-1, 4, 32)
+    cos, sin = x.cos_sin[x.positions].chunk(2, -1)
+    q, k = (
+        ROPES["chunk"](NORMS["late"](t, w, 1e-6), cos, sin, 32)
+        for t, w in ((q, x.q_weight), (k, x.k_weight))
+    )
+    return q, k, v
+
+
+def attend(x, cached=None):
+    """The prologue of G0 with torch's own attention instead of a paged cache."""
+    q, k, v = (t.transpose(0, 1)[None] for t in rotated(x))
+    if cached is not None:
+        k, v = torch.cat((cached, k), 2), torch.cat((cached, v), 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dynamic_cache", [False, True])
+def test_without_a_slot_write_norm_and_rope_are_taken(dynamic_cache):
+    x = inputs(variant())
+    cached = torch.randn(1, 4, 7, 32).to(torch.bfloat16) if dynamic_cache else None
+    fn = torch.compile(attend, backend="fusion", options={"inner": "aot_eager"})
+    assert same_bits(attend(x, cached=cached), fn(x, cached=cached))
+    (site,) = [s for s in fusion.reports()[-1].sites if s.pass_name == FUSED]
+    assert (site.status, site.operation) == ("partial", "qk_norm_rope"), site.reasons
+    assert site.reasons[0].code == "match.no-cache-write"
+
+
+def test_a_graph_break_between_rope_and_write_is_named():
+    def broken(x):
+        q, k, v = rotated(x)
+        torch._dynamo.graph_break()
+        key, value = x.planes(variant())
+        fusion.ops.kv_cache_write(k, v, key, value, x.slots)
+        return q, key.float().sum()
+
+    x, y = inputs(variant()), inputs(variant())
+    before = len(fusion.reports())
+    fn = torch.compile(broken, backend="fusion", options={"inner": "aot_eager"})
+    for a, b in zip(broken(x), fn(y), strict=True):
+        assert same_bits(a, b)
+    assert same_bits(x.cache, y.cache)
+    sites = [s for r in fusion.reports()[before:] for s in r.sites if s.pass_name == FUSED]
+    codes = {s.reasons[0].code for s in sites}
+    assert codes == {"match.no-cache-write", "match.graph-break"}
+    torch._dynamo.reset()
+    required = torch.compile(
+        broken, backend="fusion", options={"inner": "aot_eager", FUSED: "required"}
+    )
+    with pytest.raises(Exception, match="is required"):
+        required(inputs(variant()))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.storage import root_of
 from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
 from fusion.match.norm import read_norm
 from fusion.match.rope import RopeFinder, read_rope
@@ -77,11 +78,40 @@ def read_chain(
     """
     k_rope = read_rope(write.key)
     if isinstance(k_rope, Miss):
-        return replace(k_rope, facts=(*k_rope.facts, write))
+        return replace(_broken(k_rope, write.key), facts=(*k_rope.facts, write))
     q_rope = find_query(k_rope, finder, taken)
     if isinstance(q_rope, Miss):
         return replace(q_rope, facts=(*q_rope.facts, k_rope, write))
     return with_norms(Chain(write, q_rope, k_rope, None, None))
+
+
+def read_loose(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Chain | Miss:
+    """The prologue around a rotated key that no slot write consumes: norm and rope."""
+    node = k_rope.out.node
+    reason = Reason("match.no-cache-write", "no slot write consumes this key", node=node.name)
+    miss = Miss(reason, node, depth=4, facts=(k_rope,))
+    q_rope = find_query(k_rope, finder, taken | {node})
+    if isinstance(q_rope, Miss):
+        return miss
+    chain = with_norms(Chain(None, q_rope, k_rope, None, None))
+    if not chain.normed:  # rope alone is what Inductor fuses by itself
+        return replace(miss, facts=(k_rope, q_rope))
+    return replace(chain, misses=(miss, *chain.misses))
+
+
+def _broken(miss: Miss, key: TokenView) -> Miss:
+    """Name the graph break where the written key comes from outside the graph."""
+    root = root_of(key.node).node
+    if miss.reason.code != "match.no-rope" or root.op != "placeholder":
+        return miss
+    reason = Reason(
+        "match.graph-break",
+        "the written key is an input of this graph: its rope, if any, is in another one",
+        have=f"input {root.name}",
+        need="rope and write in one graph",
+        node=root.name,
+    )
+    return replace(miss, reason=reason, node=root, depth=2)
 
 
 def find_query(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Rope | Miss:

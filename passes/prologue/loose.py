@@ -1,0 +1,76 @@
+"""Rotated keys that no slot write consumes: a dynamic cache, no cache, a graph break.
+
+They are looked for where keys are used: behind every attention call, and behind the outputs of
+the graph (where a graph break cuts the prologue from its cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.graph.elements import Unreadable
+from fusion.graph.moves import is_move
+from fusion.match.attention import Attention, find_attention
+from fusion.match.facts import Rope
+from fusion.match.rope import read_rope
+from fusion.match.views import dim_view
+
+_REACH = 12
+"""Data-movement nodes that are looked through between a use of the key and its rope."""
+_ORDERS = {4: ((0, 2, 1, 3), (0, 1, 2, 3)), 3: ((0, 1, 2), (1, 0, 2))}
+
+
+def find_loose_keys(graph: Graph, taken: frozenset[Node]) -> list[Rope]:
+    """Rotated keys outside every chain in ``taken``, one per use, in graph order."""
+    found: dict[Node, Rope] = {}
+    for use in _uses(graph):
+        rope = _behind(use, taken)
+        if rope is not None:
+            found.setdefault(rope.out.node, rope)
+    # q and k of a pair may both be found (graph outputs): the one with fewer heads is the key.
+    return sorted(found.values(), key=lambda r: r.out.heads)
+
+
+def _uses(graph: Graph) -> Iterator[Node]:
+    for call in find_attention(graph):
+        key = call.arguments.get("key") if isinstance(call, Attention) else None
+        if isinstance(key, Node):
+            yield key
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    yield from output.all_input_nodes
+
+
+def _behind(use: Node, taken: frozenset[Node]) -> Rope | None:
+    """The nearest rope that a value is moved from, if it belongs to no other chain."""
+    todo, seen = [use], {use}
+    while todo and len(seen) <= _REACH:
+        node = todo.pop(0)
+        if node in taken:
+            return None
+        rope = _rope_at(node)
+        if rope is not None:
+            return None if rope.out.node in taken else rope
+        if is_move(node):
+            fresh = [n for n in node.all_input_nodes if n not in seen]
+            seen.update(fresh)
+            todo += fresh
+    return None
+
+
+def _rope_at(node: Node) -> Rope | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return None
+    if node.op != "call_function":
+        return None
+    for order in _ORDERS.get(value.dim(), ()):
+        try:
+            rope = read_rope(dim_view(node, order))
+        except Unreadable:
+            continue
+        if isinstance(rope, Rope):
+            return rope
+    return None
