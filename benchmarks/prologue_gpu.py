@@ -154,18 +154,17 @@ def hints(out) -> None:
     (out / "hints.txt").write_text("\n".join(lines))
 
 
-def table(out, inductor_tokens=None) -> None:
+def table(out) -> None:
     """The table of docs/performance.md, as `python -m fusion.backends.triton.bench` prints it."""
     from fusion.backends.triton.bench import prologue as bench
 
     rows = bench.run(inductor=True)
-    for line in map(str, rows):
-        (out / "table.txt").open("a").write(line + "\n")
-    print("eight rotating sets (partly in L2), as far as performance.md's copy times suggest:")
-    rows += bench.run(tokens=(128, 1024), inductor=False, sets=8)
-    print("worst copy ratio", max(r.to_copy for r in rows))
+    print("the same with every call missing L2:")
+    rows += bench.run(inductor=False, sets=None)
     (out / "table.txt").write_text("\n".join([bench.HEADER, *map(str, rows)]))
     assert not any(r.error for r in rows)
+    high = [str(r.shape) for r in rows if r.to_copy > (1.1 if r.shape.tokens >= 1024 else 1.35)]
+    print("over the goal:", high or "none")
 
 
 def oracle(out) -> None:
@@ -351,7 +350,7 @@ def compiled(out) -> None:
             assert torch.equal(q, eager), (label, t)
             assert torch.equal(got[4].view(torch.uint8), want[4].view(torch.uint8)), (label, t)
         (out / f"code_{label}.py").write_text(sources[0])
-        native = "prologue_kernel_static" in sources[0]
+        native = "prologue_kernel" in sources[0].split("def call")[-1]
         calls = "torch.ops.fusion" in sources[0].split("def call")[-1]
         print(f"compiled {label}: T {tokens} equal to eager; native {native}, op call {calls}")
         assert native != (label == "fnuz")
@@ -477,9 +476,8 @@ def main() -> int:
             globals()[name](out)
         except Exception:
             failed.append(name)
-            print(
-                f"FAILED {name}\n{traceback.format_exc()[:1500]}\n...{traceback.format_exc()[-600:]}"
-            )
+            text = traceback.format_exc()
+            print(f"FAILED {name}\n{text[:1500]}\n...{text[-600:]}")
         print(f"-- {name} {time.time() - begin:.0f} s", flush=True)
     print(f"{time.time() - start:.0f} s in all; failed: {failed or 'none'}")
     return bool(failed)

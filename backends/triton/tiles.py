@@ -7,11 +7,12 @@ that it can be explained and predicted (figures: docs/performance.md):
   once per program and neighbouring programs read neighbouring memory.
 * Few heads: a group of heads would leave programs half empty; a program takes one head of
   several tokens.
-* Streaming hints (loads leave L2 first, stores too) once a call moves more than `STREAM_BYTES`:
-  they gain 5 to 10 % there and cost as much below.
+* Streaming hints for what moves more than `STORE_BYTES` (stores: written lines leave L2 first)
+  and `LOAD_BYTES` (loads too, as they are read once). They gain 5 to 10 % there; below, they cost
+  as much, because what a call writes is read again soon.
 
 Nothing is tuned at run time. The choice depends on what is static in a model (heads, head size)
-and on the class of the token count, never on the exact count: a model needs two variants.
+and on the class of the token count, never on the exact count: a model needs at most three variants.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MANY_HEADS = 16
-STREAM_BYTES = 2 << 20
+STORE_BYTES = 2 << 20
+LOAD_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of one program (``tokens`` x ``heads``), its warps, streaming hints, and the rule."""
+    """Rows of one program (``tokens`` x ``heads``), its warps, streaming hints (0 none, 2 on
+    stores, 3 on loads too), and the rule that chose it."""
 
     tokens: int
     heads: int
@@ -33,7 +36,7 @@ class Tile:
     why: str = ""
 
     def __str__(self) -> str:
-        hints = ", streaming" if self.stream else ""
+        hints = {2: ", streaming stores", 3: ", streaming"}.get(self.stream, "")
         why = f" ({self.why})" if self.why else ""
         return f"{self.tokens} tokens x {self.heads} heads, {self.warps} warps{hints}{why}"
 
@@ -58,18 +61,22 @@ def choose(
     heads = max(q_heads, kv_heads)
     count = 1 << 20 if tokens is None else tokens
     moved = 4 * head_dim * (q_heads + 2 * kv_heads) * count  # two bytes read, two written
-    stream = 3 if hints and moved >= STREAM_BYTES else 0
+    stream = 0 if not hints or moved < STORE_BYTES else 2 if moved < LOAD_BYTES else 3
     rows = 8 if head_dim <= 256 else 4
     if heads >= MANY_HEADS:
         return Tile(1, rows, 4, stream, "many heads: one token a program")
     return Tile(
-        rows if stream else rows // 2, 1, 4, stream, "few heads: one head of several tokens"
+        rows if moved >= STORE_BYTES else rows // 2,
+        1,
+        4,
+        stream,
+        "few heads: one head of several tokens",
     )
 
 
 def choices(q_heads: int, kv_heads: int, head_dim: int, *, hints: bool = True) -> tuple[Tile, ...]:
     """Every tile that :func:`choose` can give for these heads, whatever the token count."""
     row = 4 * head_dim * (q_heads + 2 * kv_heads)
-    edges = (1, STREAM_BYTES // row + 1, None)
+    edges = (1, STORE_BYTES // row + 1, LOAD_BYTES // row + 1, None)
     found = {choose(q_heads, kv_heads, head_dim, t, hints=hints) for t in edges}
     return tuple(sorted(found, key=lambda t: (t.tokens, t.heads, t.stream)))
