@@ -450,6 +450,31 @@ def test_look_alikes(name: str) -> None:
     refused(like(body), code)
 
 
+def test_mixed_float32_and_float64_are_refused() -> None:
+    def mean_in_double(n: Any, w: Any, x: Any) -> Any:
+        v = n.pow(2).mean(-1, True, dtype=torch.float64) + EPS
+        return (n * torch.rsqrt(v)).to(x.dtype)
+
+    refused(like(mean_in_double), "match.norm-dtype")
+
+    def all_double(n: Any, w: Any, x: Any) -> Any:
+        n = n.double()
+        return late(n, torch.rsqrt(n.pow(2).mean(-1, True) + EPS), w, x)
+
+    refused(like(all_double), "match.norm-dtype")
+
+    def double_weight(n: Any, w: Any, x: Any) -> Any:
+        return (n * torch.rsqrt(n.pow(2).mean(-1, True) + EPS) * w.double()).to(x.dtype)
+
+    refused(like(double_weight), "match.norm-dtype")
+
+
+def test_float64_stays_float64() -> None:
+    x, w = value(B, S, H, D, dtype=torch.float64), value(D, dtype=torch.float64)
+    fn = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + EPS))  # noqa: E731
+    assert read(trace(fn, x, w)).out_dtype == torch.float64
+
+
 def test_layer_norm_and_l2_norm() -> None:
     layer = trace(lambda x, w: F.layer_norm(x, (D,), w), value(B, S, H, D), value(D))
     assert isinstance(read_norm(layer.view("bshd")), Miss)

@@ -159,6 +159,17 @@ def test_permuted_heads_are_rotated_after_the_permutation() -> None:
 
 # --- tables ------------------------------------------------------------------------------------
 
+
+def test_table_expanded_over_the_heads() -> None:
+    def fn(x: Any, c: Any, s: Any) -> Any:
+        c, s = (wide(t).expand(B, H, S, -1) for t in (c, s))
+        return x * c + rotate_half(x) * s
+
+    for plain in (False, True):
+        rope = read(trace(fn, value(B, H, S, 32), *tables(32), plain=plain))
+        assert not rope.cos.full
+
+
 TABLES: dict[str, Callable[[Any], Any]] = {
     "[S,R]": wide,
     "[1,S,R]": lambda t: wide(t)[None],

@@ -122,6 +122,16 @@ def test_one_head_each() -> None:
     assert only(find_query_ropes(traced.graph, k)).x.node.name == "arg0_1"
 
 
+def test_query_and_key_rotated_as_one_value() -> None:
+    def fn(q: Any, k: Any, c: Any, s: Any) -> Any:
+        both = with_rotate_half(torch.cat((q, k), 1), c, s)
+        return both[:, :HQ], both[:, HQ:]
+
+    traced = trace(fn, value(B, HQ, S, D), value(B, HK, S, D), *tables(D))
+    q = only(find_query_ropes(traced.graph, key(traced)))
+    assert (q.out.node, q.x.node.name) == (traced.result(0), "arg0_1")
+
+
 def test_no_query() -> None:
     """A drafter that computes k only."""
     traced = trace(with_rotate_half, value(B, HK, S, D), *tables(D))

@@ -110,6 +110,12 @@ class _Reading(FormReader):
                 "match.norm-dtype", "the norm's result is cast to another dtype than its input's",
                 top.node, 5, have=str(scaled.down), need=str(x_dtype),
             )  # fmt: skip
+        want = x_dtype if x_dtype in WIDE else torch.float32
+        if self.wide != {want}:
+            raise No(
+                "match.norm-dtype", f"the norm is not computed in {want}",
+                scaled.normed.node, 5, have=", ".join(sorted(map(str, self.wide))), need=str(want),
+            )  # fmt: skip
         cast = scaled.cast or ("late" if out_dtype == x_dtype or scaled.weight is None else "none")
         if scaled.cast is None and out_dtype != x_dtype and x_dtype not in WIDE:
             cast = "none"

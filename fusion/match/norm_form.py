@@ -80,7 +80,9 @@ class FormReader(MeanReader):
         for value, other in self.both(ref):
             inner = self.of(ref, value)
             if self.is_normed(inner):
-                return self.normed(inner), operand(ref, other)
+                normed = self.normed(inner)
+                self.wide.add(dtype_of(ref.node))
+                return normed, operand(ref, other)
         return None
 
     @staticmethod
@@ -122,6 +124,7 @@ class FormReader(MeanReader):
                 "match.norm-dtype", "the norm is not computed in float32", ref.node, 3,
                 have=str(dtype_of(ref.node)), need="torch.float32",
             )  # fmt: skip
+        self.wide.add(dtype_of(ref.node))
         mean, eps = self.epsilon(variance)
         square = self.reduced(mean, ref)
         return Normed(operand(ref, value), square, eps, kind, ref.node)

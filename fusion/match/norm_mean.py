@@ -26,6 +26,7 @@ from fusion.graph.elements import (
 from fusion.graph.foreign import is_inner
 from fusion.graph.reshaping import axis_of
 from fusion.match.miss import No
+from fusion.match.views import Frame
 from fusion.match.walk import Walk, constant_number
 
 WIDE = (torch.float32, torch.float64)
@@ -36,7 +37,14 @@ POW = ("aten.pow.Tensor_Scalar",)
 
 
 class MeanReader(Walk):
-    """``rsqrt(mean(x ** 2) + eps)`` in its spellings."""
+    """``rsqrt(mean(x ** 2) + eps)`` in its spellings.
+
+    ``wide`` collects the dtypes in which the parts of the norm are computed.
+    """
+
+    def __init__(self, frame: Frame, seen: set[Node]) -> None:
+        super().__init__(frame, seen)
+        self.wide: set[torch.dtype] = set()
 
     def inverse_of(self, ref: Ref, argument: Any) -> tuple[Ref, str] | None:
         """``(variance, spelling)`` where the operand is an inverse root, else None."""
@@ -74,6 +82,7 @@ class MeanReader(Walk):
     def epsilon(self, variance: Ref) -> tuple[Ref, float | Node]:
         """``(mean, eps)``; a missing epsilon is 0."""
         node, name = variance.node, op_name(variance.node)
+        self.wide.add(dtype_of(node))
         if name in ADD:
             a = arguments(node)
             if a.get("alpha", 1) != 1:
@@ -112,6 +121,7 @@ class MeanReader(Walk):
             raise No("match.norm-form", f"the inverse root is of {form}", node, 2)
         if dtype_of(node) not in WIDE:
             raise No("match.norm-dtype", "the mean is not computed in float32", node, 3)
+        self.wide.add(dtype_of(node))
         a = arguments(node)
         source = a["self"]
         shape = shape_of(source)
@@ -170,6 +180,7 @@ class MeanReader(Walk):
         node, name = ref.node, op_name(ref.node)
         if dtype_of(node) not in WIDE or cast_source(node) is not None:
             raise No("match.norm-dtype", "squares are not computed in float32", node, 4)
+        self.wide.add(dtype_of(node))
         if name in POW and node.args[1] == 2:
             return operand(ref, node.args[0])  # type: ignore[arg-type]
         if name == "aten.square.default":

@@ -20,6 +20,7 @@ from fusion.graph.elements import (
     Array,
     Index,
     Labels,
+    Ref,
     Unreadable,
     collapse,
     depends,
@@ -165,10 +166,8 @@ class _Reading:
     def _by_head(self, term: Term) -> _Split:
         axis = self.frame.head_axis
         a, b = term.factors
-        varies = [
-            any(axis in depends(collapse(i)) for i in f.hops[0].ref.only(f.labels).index)
-            for f in (a, b)
-        ]
+        # A table may be expanded over the heads on its way; x never is.
+        varies = [all(_varies(hop.ref.only(f.labels), axis) for hop in f.hops) for f in (a, b)]
         if varies == [True, False]:
             return a, b
         if varies == [False, True]:
@@ -365,6 +364,10 @@ class _Reading:
         if op is not None and len({f.table.end.ref.node for f in factors}) > 1:
             raise opaque(op, 5)
         raise No("match.rope-table", f"{name} does not follow one token and one dim each", node, 5)
+
+
+def _varies(ref: Ref, axis: int) -> bool:
+    return any(axis in depends(collapse(i)) for i in ref.index)
 
 
 def _along_dim(dims: Array, frame: Frame) -> Array:

@@ -75,9 +75,9 @@ class RopeFinder:
         levels, products = self._tables(key)
         level = levels.get(key.out.node)
         found: list[Rope | Miss] = []
-        taken = set(key.nodes)
+        taken: set[Node] = set()
         for node in products.get(level or 0, []):
-            if node in taken and not is_registered(node):
+            if node in taken or (node in key.nodes and not self._shared(node, key)):
                 continue
             for fact in self._chain(node, key):
                 if isinstance(fact, Miss) and any(
@@ -94,6 +94,16 @@ class RopeFinder:
         here = self._order.get(key.out.node, 0)
         ropes.sort(key=lambda r: abs(self._order.get(r.out.node, 0) - here))
         return [*ropes, *misses]
+
+    def _shared(self, node: Node, key: Rope) -> bool:
+        """Whether a product of the key's own rope also has results beside the key.
+
+        So where one call, or one rope over q and k joined, rotates both.
+        """
+        if is_registered(node):
+            return True
+        behind = _forward(frozenset({key.out.node}))
+        return any(n not in behind and n not in key.nodes for n in _results(node, self._order))
 
     def _tables(self, key: Rope) -> tuple[dict[Node, int], dict[int, list[Node]]]:
         """``(level of each node, products with these tables by level)``."""
@@ -119,6 +129,8 @@ class RopeFinder:
         """The rope that a product belongs to, or the nearest miss."""
         best: Miss | None = None
         for end in _results(node, self._order):
+            if end in key.nodes:
+                continue
             for view in _views(end, key.out):
                 fact = read_rope(view)
                 if isinstance(fact, Rope):

@@ -63,7 +63,7 @@ def read_table(
     for d, array in enumerate(index):
         axes = depends(array)
         if not axes:
-            if shape[d] != 1:
+            if shape[d] != 1 or not isinstance(value.shape[d], int):
                 return None
             roles.append(None)
         elif axes == {frame.dim_axis} and columns is None and isinstance(value.shape[d], int):
