@@ -356,18 +356,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--peers", default="gather,cudnn")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--rows", type=int, default=0, help="sweep from so many rows a KV head")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.sweep:
         from paged_attention_sweep import sweep
 
-        sweep(Path(args.out), deadline)
+        sweep(Path(args.out), deadline, args.rows)
         return
     began = time.monotonic()
     for text in warm(distinct([*CASES, *DECODE, *OTHERS])):
         print("warm:", text)
     print(f"kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    if args.seconds <= 0:
+        return
     pool = make_pool()
     rates = ceilings(pool)
     print(rates, flush=True)

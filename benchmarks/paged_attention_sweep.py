@@ -12,49 +12,45 @@ from paged_attention import Case, D, Setup, estimate_us, geometry, make_pool, me
 from fusion.backends.triton.paged_attention_tiles import Tiles
 
 # rows sharing a KV head -> (rows, keys, warps, stages)
-TRIED: dict[int, list[tuple[int, int, int, int, bool]]] = {
-    16: [(16, 64, 2, 3, False), (16, 64, 4, 3, False), (64, 64, 4, 3, False),
-         (16, 128, 4, 3, False), (16, 32, 2, 4, False)],
-    32: [(32, 64, 4, 3, False), (64, 64, 4, 3, False), (32, 64, 2, 3, False),
-         (64, 128, 4, 2, False)],
-    64: [(64, 64, 4, 3, False), (64, 64, 4, 3, True), (64, 64, 4, 2, False),
-         (64, 128, 4, 2, False)],
-    128: [(128, 64, 8, 3, False), (128, 64, 8, 3, True), (64, 64, 4, 3, False),
-          (64, 64, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 2, True)],
-    256: [(256, 32, 16, 3, False), (256, 32, 8, 3, False), (256, 32, 8, 3, True),
-          (128, 64, 8, 3, False), (128, 64, 8, 3, True), (64, 64, 4, 3, False),
-          (128, 64, 8, 4, True), (256, 64, 8, 2, False)],
-}  # fmt: skip
+TRIED: dict[int, list[tuple[int, int, int, int]]] = {
+    16: [(16, 64, 2, 3), (16, 64, 4, 3), (64, 64, 4, 3), (16, 128, 4, 3), (16, 32, 2, 4)],
+    32: [(32, 64, 4, 3), (64, 64, 4, 3), (32, 64, 2, 3), (64, 128, 4, 2)],
+    64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 32, 4, 4), (64, 128, 4, 2)],
+    128: [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)],
+    256: [(256, 64, 16, 3), (256, 64, 8, 3), (256, 32, 8, 3), (128, 64, 8, 3), (128, 128, 8, 3),
+          (64, 64, 4, 3)],
+}
 SHAPES = [(1, 1), (1, 8), (1, 32), (8, 1), (8, 8), (8, 32), (32, 1), (32, 8), (128, 8), (128, 1)]
 HEADS = [(32, 8, 4), (32, 8, 8), (32, 8, 16), (8, 1, 16), (64, 4, 16), (8, 1, 4), (64, 4, 8),
          (8, 1, 8), (64, 4, 4)]  # fmt: skip
-PROGRAMS = (64, 96, 128, 192, 264, 396)
+PROGRAMS = (64, 128, 256)
 
 
 def candidates(case: Case) -> list[Tiles]:
     """Every tile of the table, each with a few numbers of splits."""
     found = []
-    for rows, keys, warps, stages, ahead in TRIED[case.group_rows]:
+    for rows, keys, warps, stages in TRIED[case.group_rows]:
         blocks = -(-case.group_rows // rows)
         programs = case.batch * case.hkv * blocks
         splits = {max(1, min(p // programs, case.context // 64)) for p in PROGRAMS}
-        found += [Tiles(rows, keys, warps, stages, s, blocks, D, D, ahead) for s in sorted(splits)]
+        found += [Tiles(rows, keys, warps, stages, s, blocks, D, D) for s in sorted(splits)]
     return found
 
 
 def short(g: Tiles) -> str:
-    """rows x keys, warps, stages (A: scores one tile ahead) / splits."""
-    return f"{g.rows}x{g.keys},{g.warps},{g.stages}{'A' if g.ahead else ''}/{g.splits}"
+    """rows x keys, warps, stages / splits."""
+    return f"{g.rows}x{g.keys},{g.warps},{g.stages}/{g.splits}"
 
 
-def sweep(out: Path, deadline: float) -> None:
+def sweep(out: Path, deadline: float, least_rows: int = 0) -> None:
     """Print the best geometries of each shape beside what the rule says; all times as JSON."""
     began = time.monotonic()
-    cases = [Case(hq, hkv, s, b, c * 1024) for hq, hkv, s in HEADS for b, c in SHAPES]
+    cases = [Case(hq, hkv, s, b, c * 1024) for hq, hkv, s in HEADS for b, c in SHAPES
+             if s * hq // hkv >= least_rows]  # fmt: skip
     jobs = {}
     for case in cases:
         for geo in [geometry(case), *candidates(case)]:
-            key = (case.hq, case.hkv, geo.rows, geo.keys, geo.warps, geo.stages, geo.ahead,
+            key = (case.hq, case.hkv, geo.rows, geo.keys, geo.warps, geo.stages,
                    geo.splits > 1 and (geo.splits - 1).bit_length())  # fmt: skip
             jobs.setdefault(key, (case, geo))
     for text in warm(list(jobs.values()), 14):
@@ -78,7 +74,7 @@ def sweep(out: Path, deadline: float) -> None:
         rule = times[0]
         times.sort(key=lambda pair: pair[0])
         result.append({"case": str(case), "rule": rule[0], "times": [
-            (us, g.rows, g.keys, g.warps, g.stages, g.splits, g.ahead) for us, g in times]})
+            (us, g.rows, g.keys, g.warps, g.stages, g.splits) for us, g in times]})
         best = "  ".join(f"{us:.1f} {short(g)}" for us, g in times[:3])
         print(f"{case}: rule {rule[0]:.1f} {short(rule[1])} | {best}", flush=True)
     (out / "sweep.json").write_text(json.dumps(result))

@@ -77,17 +77,12 @@ def test_equals_the_oracle_deep(problem: Problem) -> None:
     problem.check(paged_attention)
 
 
-@given(
-    problems(), st.sampled_from([16, 32]), st.sampled_from([16, 32]), st.integers(1, 7),
-    st.booleans(),
-)
-@settings(max_examples=40)
-def test_any_geometry_gives_the_same(
-    problem: Problem, rows: int, keys: int, splits: int, ahead: bool
-) -> None:
+@given(problems(), st.sampled_from([16, 32]), st.sampled_from([16, 32, 64]), st.integers(1, 7))
+@settings(max_examples=30)
+def test_any_geometry_gives_the_same(problem: Problem, rows: int, keys: int, splits: int) -> None:
     blocks = -(-max([*problem.q_lens, 1]) * problem.q_heads // problem.kv_heads // rows)
     dims = [next_power_of_2(n) for n in (problem.dim, problem.dim_v or problem.dim)]
-    geometry = Tiles(rows, keys, 4, 2, splits, blocks + 1, *dims, ahead)
+    geometry = Tiles(rows, keys, 4, 2, splits, blocks + 1, *dims)
     problem.check(lambda *a, **k: paged_attention(*a, geometry=geometry, **k))
 
 

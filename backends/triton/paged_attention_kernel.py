@@ -62,12 +62,11 @@ def _page_ids(table, n0, hi, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.conste
 
 
 @triton.jit
-def _tile(
-    ptr, pages, n0, lo, hi, s_block, s_token, s_x, MASKED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, ONE: tl.constexpr,
-    KX: tl.constexpr, VX: tl.constexpr, WIDE: tl.constexpr,
+def _rows_at(
+    ptr, pages, n0, s_block, s_token, s_x, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    N: tl.constexpr, ONE: tl.constexpr, KX: tl.constexpr, VX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows n0 .. n0+N-1 of K or V, [N, BLOCK_D]; zeros outside ``lo <= n < hi`` where MASKED.
+    """Pointers to rows n0 .. n0+N-1 of K or V, [N, BLOCK_D].
 
     KX, VX: elements that the shuffled layout keeps together (along D for K, along tokens for V),
     0 otherwise. Block offsets have 64 bits: a block may start past 2**31 elements; offsets within
@@ -96,10 +95,19 @@ def _tile(
         cols = d
     block = pages.to(tl.int64) * s_block
     if ONE:
-        at = (ptr + block) + (rows[:, None] + cols[None, :])
+        return (ptr + block) + (rows[:, None] + cols[None, :])
     else:
-        at = (ptr + (rows[:, None] + cols[None, :])) + block[:, None]
+        return (ptr + (rows[:, None] + cols[None, :])) + block[:, None]
+
+
+@triton.jit
+def _rows(
+    at, n0, lo, hi, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr
+):
+    """The rows themselves; MASKED: zeros outside ``lo <= n < hi``, where nothing is read."""
+    d = tl.arange(0, BLOCK_D)
     if MASKED:
+        n = tl.arange(0, N)
         inside = (n >= lo - n0) & (n < hi - n0)
         return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
     elif D != BLOCK_D:
@@ -157,24 +165,28 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ONE: tl.constexpr,
-    X: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    X: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, FP8: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, running softmax, weighted values.
 
     q [M, BLOCK_D], acc [M, BLOCK_DV] f32. MASKED tiles load nothing outside ``lo <= n < hi``: V
     too, since a zero probability times a NaN of a page tail would still be NaN.
     """
-    k = _tile(k_ptr, pages, n0, lo, hi, k_sb, k_st, k_sx, MASKED, D, BLOCK_D, PAGE, BLOCK_N, ONE,
-              X, 0, WIDE)  # fmt: skip
+    k_at = _rows_at(k_ptr, pages, n0, k_sb, k_st, k_sx, BLOCK_D, PAGE, BLOCK_N, ONE, X, 0, WIDE)
+    k = _rows(k_at, n0, lo, hi, MASKED, D, BLOCK_D, BLOCK_N)
     qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
     p, alpha, m, den = _soften(
         qk, m, den, n0, lo, hi, q_pos, qk_scale, cap_scale, softcap, window_left, window_right,
         MASKED, CAUSAL, LEFT, RIGHT, SOFTCAP, BLOCK_N,
     )  # fmt: skip
     acc = acc * alpha[:, None]
-    v = _tile(v_ptr, pages, n0, lo, hi, v_sb, v_st, v_sx, MASKED, DV, BLOCK_DV, PAGE, BLOCK_N,
-              ONE, 0, X, WIDE)  # fmt: skip
+    if PACKED:
+        v_at = k_at + D
+    else:
+        v_at = _rows_at(v_ptr, pages, n0, v_sb, v_st, v_sx, BLOCK_DV, PAGE, BLOCK_N, ONE, 0, X,
+                        WIDE)  # fmt: skip
+    v = _rows(v_at, n0, lo, hi, MASKED, DV, BLOCK_DV, BLOCK_N)
     acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc, input_precision=PRECISION)
     return acc, m, den
 
@@ -192,9 +204,9 @@ def paged_attention_kernel(
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SPLIT: tl.constexpr,
-    X: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    X: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, FP8: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row block over one split of the keys.
 
@@ -256,12 +268,9 @@ def paged_attention_kernel(
     full_lo = (full_lo + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
     begin = lo // BLOCK_N * BLOCK_N
-    end = hi
-    if SPLIT:
-        tiles = (tl.maximum(hi - begin, 0) + BLOCK_N - 1) // BLOCK_N
-        last_tile = begin + (split + 1) * tiles // num_splits * BLOCK_N
-        begin = begin + split * tiles // num_splits * BLOCK_N
-        end = tl.minimum(hi, last_tile)
+    tiles = (tl.maximum(hi - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    end = tl.minimum(hi, begin + (split + 1) * tiles // num_splits * BLOCK_N)
+    begin = begin + split * tiles // num_splits * BLOCK_N
     full_begin = tl.minimum(tl.maximum(full_lo, begin), end)
     full_end = tl.maximum(tl.minimum(full_hi, end), full_begin)
 
@@ -307,49 +316,19 @@ def paged_attention_kernel(
                 q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
                 k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
                 window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
+                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, PACKED, FP8, COMPUTE,
+            PRECISION,
             )  # fmt: skip
-    if AHEAD:
-        # The scores of the next tile are computed while this one is softened. (The scaling is
-        # the use of ``ahead`` within the iteration without which the compiler lets the product
-        # run across the loop's end and then serialises all of them.)
-        if full_begin < full_end:
-            k = _tile(k_base, pages, full_begin, lo, end, k_sb, k_st, k_sx, False, D, BLOCK_D,
-                      PAGE, BLOCK_N, ONE, X, 0, WIDE)  # fmt: skip
-            qk = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
-            qk = qk * qk_scale
-            here = pages
-            pages = _page_ids(table, full_begin + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-            for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
-                # past the last full tile this reads what the tail will read, or page 0
-                k = _tile(k_base, pages, n0 + BLOCK_N, lo, end, k_sb, k_st, k_sx, False, D,
-                          BLOCK_D, PAGE, BLOCK_N, ONE, X, 0, WIDE)  # fmt: skip
-                ahead = tl.dot(q, tl.trans(_decode(k, FP8, COMPUTE)), input_precision=PRECISION)
-                p, alpha, m, den = _soften(
-                    qk, m, den, n0, lo, end, q_pos, 1.0, cap_scale, softcap,
-                    window_left, window_right, False, CAUSAL, LEFT, RIGHT, False, BLOCK_N,
-                )  # fmt: skip
-                acc = acc * alpha[:, None]
-                v = _tile(v_base, here, n0, lo, end, v_sb, v_st, v_sx, False, DV, BLOCK_DV, PAGE,
-                          BLOCK_N, ONE, 0, X, WIDE)  # fmt: skip
-                acc = tl.dot(p.to(COMPUTE), _decode(v, FP8, COMPUTE), acc,
-                             input_precision=PRECISION)  # fmt: skip
-                # (maximum: a value handed on as it is would count as carried over two iterations,
-                # and the compiler would not pipeline the loop; page ids are not negative)
-                here = tl.maximum(pages, 0)
-                pages = _page_ids(table, n0 + 2 * BLOCK_N, end, PAGE, BLOCK_N, ONE)
-                qk = ahead * qk_scale
-            pages = here
-    else:
-        for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
-            here = pages
-            pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
-            acc, m, den = _attend(
-                q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
-                k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
-                window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-                BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
-            )  # fmt: skip
+    for n0 in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
+        here = pages
+        pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
+        acc, m, den = _attend(
+            q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
+            k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
+            window_left, window_right, False, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, PACKED, FP8, COMPUTE,
+            PRECISION,
+        )  # fmt: skip
     for n0 in tl.range(full_end, end, BLOCK_N, num_stages=1):
         here = pages
         pages = _page_ids(table, n0 + BLOCK_N, end, PAGE, BLOCK_N, ONE)
@@ -357,8 +336,19 @@ def paged_attention_kernel(
             q, acc, m, den, here, n0, lo, end, q_pos, k_base, v_base,
             k_sb, k_st, k_sx, v_sb, v_st, v_sx, qk_scale, cap_scale, softcap * LOG2E,
             window_left, window_right, True, CAUSAL, LEFT, RIGHT, SOFTCAP, PAGE, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, FP8, COMPUTE, PRECISION,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ONE, X, WIDE, PACKED, FP8, COMPUTE,
+            PRECISION,
         )  # fmt: skip
+
+    if BLOCK_M > 128:
+        # Row numbers anew, from a load that the compiler must not merge with the first one: kept
+        # alive across the loop they would not fit into the registers of 16 warps.
+        again = tl.load(starts_ptr + seq, volatile=True).to(tl.int32)
+        q_len = tl.load(starts_ptr + seq + 1, volatile=True).to(tl.int32) - again
+        rows = row_first + (again - start) + tl.arange(0, BLOCK_M)
+        token = rows // G
+        q_head = head * G + rows % G
+        row_ok = token < q_len
 
     # den == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
     empty = den == 0.0
@@ -470,6 +460,13 @@ def launch(
         part, lse = out, out
 
     wide = max(abs(k_strides[1]), abs(v_strides[1])) * page >= 2**31
+    # One head's V right behind its K, as in a packed cache: one address serves both.
+    packed = (
+        x == 0
+        and head_dim == value_dim
+        and k_strides == v_strides
+        and value_cache.data_ptr() - key_cache.data_ptr() == head_dim * key_cache.element_size()
+    )
     per_seq = geo.row_blocks * kv_heads * splits
     step = max(1, max_programs // per_seq)
     for first in range(0, batch, step):
@@ -483,10 +480,10 @@ def launch(
             HK=kv_heads, G=q_heads // kv_heads, D=head_dim, DV=value_dim, PAGE=page,
             CAUSAL=causal, LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
             SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,
-            SPLIT=splits > 1, X=x, WIDE=wide, FP8=fp8, COMPUTE=_TL[compute], PRECISION=precision,
+            SPLIT=splits > 1, X=x, WIDE=wide, PACKED=packed, FP8=fp8, COMPUTE=_TL[compute],
+            PRECISION=precision,
             BLOCK_M=geo.rows, BLOCK_N=geo.keys, BLOCK_D=geo.block_d, BLOCK_DV=geo.block_dv,
-            STAGES=geo.stages, AHEAD=geo.ahead and softcap == 0,
-            num_warps=geo.warps, num_stages=geo.stages,
+            STAGES=geo.stages, num_warps=geo.warps, num_stages=geo.stages,
         )  # fmt: skip
     if splits > 1:
         total_rows = tokens * q_heads

@@ -3,7 +3,7 @@
 The rule looks only at what the host knows (head counts and sizes, dtypes, page size, the maxima
 of query and key length, the chip), so a captured graph stays right for any lengths and tables
 that the device holds at replay. The numbers were measured on an H200: the table is in
-``docs/performance-attention.md``.
+``docs/performance-attention.md``, the measurement in ``benchmarks/paged_attention_sweep.py``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ class Tiles:
     row_blocks: int
     block_d: int
     block_dv: int
-    ahead: bool = False
 
     def __str__(self) -> str:
         return (
-            f"{self.rows}x{self.keys} keys, {self.warps} warps, {self.stages} stages, "
+            f"{self.rows} rows x {self.keys} keys, {self.warps} warps, {self.stages} stages, "
             f"{self.row_blocks} row block(s), {self.splits} split(s)"
         )
 
@@ -39,14 +38,49 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-# Shared memory that one program may use, bytes; a margin is kept for reductions.
-_SHARED = {"sm_80": 160_000, "sm_90": 220_000, "sm_100": 220_000, "gfx950": 150_000}
+# An H200 has 132 multiprocessors; 128 programs are nearly as many and divide lengths evenly. The
+# rule does not ask the device: a captured graph, a report made on another machine and the measured
+# table must all name the same geometry.
+PROGRAMS = 128
+MIN_KEYS = 64
+MAX_SPLITS = 256
+
+# Shared memory that one program may plan with, bytes; a little less than the chip has.
+_SHARED = {"sm_80": 160_000, "sm_90": 230_000, "sm_100": 230_000, "sm_103": 230_000,
+           "gfx950": 150_000}  # fmt: skip
 _SHARED_DEFAULT = {"nvidia": 96_000, "amd": 60_000}
 
 
 def shared_memory(target: Target) -> int:
     """Bytes of shared memory (LDS) that a program may plan with on this chip."""
     return _SHARED.get(target.arch, _SHARED_DEFAULT.get(target.vendor, 60_000))
+
+
+def _rows_and_splits(total_rows: int, heads: int, keys: int, most_rows: int) -> tuple[int, int]:
+    """(rows of a block, splits) for `total_rows` rows on each of `heads` (request, KV head) pairs.
+
+    `keys` is the maximum of the key lengths, `most_rows` what the registers allow.
+    """
+
+    def splits(rows: int, programs: int = PROGRAMS) -> int:
+        blocks = -(-total_rows // rows)
+        return max(1, programs // (heads * blocks))
+
+    smallest = min(64, most_rows)
+    rows = max(smallest, min(most_rows, next_power_of_2(total_rows)))
+    # A large block fills a multiprocessor by itself and is slow to start and to merge: with few
+    # keys for each program, small blocks (which read K and V again, from the L2) finish earlier.
+    if rows > smallest and keys <= 512 * splits(smallest):
+        rows = smallest
+    elif rows > 128 and keys < 2048 * splits(rows):
+        rows = 128
+    found = splits(rows)
+    # Two small programs fit one multiprocessor: twice the splits, if each keeps enough keys.
+    twice = splits(rows, 2 * PROGRAMS)
+    if rows <= 64 and keys >= 768 * twice:
+        found = twice
+    tiles = -(-keys // MIN_KEYS)  # one for each of the first 16 splits, two for each of more
+    return rows, max(1, min(found, max(min(16, tiles), -(-tiles // 2)), MAX_SPLITS))
 
 
 def choose(
@@ -76,60 +110,45 @@ def choose(
 
     The reasoning, in order:
 
-    1. *Rows.* ``M = max_query_len * group`` rows share a KV head. One row block as large as M (a
-       power of two, 16 to 256) reads K and V once. More than 128 value columns halve it, since
-       the f32 accumulator (rows x columns) must stay within the register file; f32 arithmetic
-       and AMD's 512 registers a lane cap it too.
-    2. *Keys.* 32 keys for 16 rows, else 64: enough bytes in flight with few registers. Large head
-       sizes halve it until ``stages`` tiles of K and V fit into shared memory.
-    3. *Warps.* One warp for 8 to 16 rows (two for 16 rows, four from 32 on, eight at 128, sixteen
-       at 256): each warp group then owns 64 rows of a wgmma.
-    4. *Splits.* The grid should have about two programs for each multiprocessor (one where M >=
-       128: a program fills it). Fewer splits than that leave bandwidth unused at small batch;
-       more only enlarge the combine. A split has at least ``_MIN_KEYS`` keys.
+    1. *Rows.* ``M = max_query_len * group`` rows share a KV head; one block of them reads K and V
+       once. Hopper's matrix instruction takes 64 rows by one group of four warps, which keeps
+       each row's maximum and sum within a warp: fewer rows are padded to 64, since the wasted
+       arithmetic is free where memory is the limit (8 to 10 % faster than blocks of 16 or 32).
+       Chips without it use blocks of 16 and 32. The f32 accumulator (rows x columns) must stay
+       in registers: at most 256 rows of 128 columns on NVIDIA, 128 on AMD, fewer of wider heads.
+    2. *Keys.* 64: enough bytes in flight, few registers. Wide heads and float32 take 32 or 16.
+    3. *Warps.* Four for 64 rows, eight for 128, sixteen for 256.
+    4. *Splits.* About one program for each multiprocessor, two of the small ones where every
+       split keeps 768 keys. More only enlarge the combine.
     """
     block_d = max(16, next_power_of_2(head_dim))
     block_dv = max(16, next_power_of_2(value_dim))
+    widest = max(block_d, block_dv)
     total_rows = max(1, max_query_len) * group
     amd = target.vendor == "amd"
+    wgmma = target.vendor == "nvidia" and (target.capability or 0) >= 90
 
-    rows = min(256, max(16, next_power_of_2(total_rows)))
-    cap = 256
     if wide:
-        cap = 32
-    elif amd:
-        cap = 128
-    cap = min(cap, max(16, 256 * 128 // max(block_d, block_dv)))
-    rows = min(rows, cap)
+        most = 32 if widest <= 128 else 16
+    elif widest <= 128:
+        most = 256 if wgmma else 128
+    else:
+        most = 64 if widest <= 256 else 32
+    if not wgmma:  # small blocks exist: use the smallest that holds all rows
+        most = min(most, max(16, next_power_of_2(total_rows)))
+    rows, splits = _rows_and_splits(total_rows, max(1, batch * kv_heads), max_seq_len, most)
 
-    keys = 32 if rows == 16 or wide else 64
-    warps = {16: 2, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
-    if block_dv > 128 and rows <= 64:
-        warps = 4 if rows < 64 else 8
-    stages = {16: 4, 32: 3, 64: 3, 128: 3, 256: 3}[rows]
-    if amd:
-        warps = min(warps, 8)
-        stages = 2
-    tile_bytes = (block_d + block_dv) * itemsize
-    query_bytes = rows * block_d * itemsize
+    keys = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    if wide:
+        keys = 32 if widest <= 256 else 16
+    warps = {16: 4, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
+    if widest > 128 and rows >= 32:
+        warps = 8
+    stages = 2 if amd else 3
+    # AMD keeps the query in registers and stages-1 tiles in LDS; NVIDIA all of it in shared memory
+    tiles = (stages - 1) if amd else stages
+    extra = 0 if amd else rows * block_d * itemsize
     budget = shared_memory(target)
-    while stages * keys * tile_bytes + query_bytes > budget and (stages > 2 or keys > 16):
-        if stages > 2:
-            stages -= 1
-        else:
-            keys //= 2
-
-    row_blocks = -(-total_rows // rows)
-    programs = max(1, batch * kv_heads * row_blocks)
-    wanted = PROGRAMS_WIDE if rows >= 128 else PROGRAMS_NARROW
-    splits = max(1, wanted // programs)
-    splits = max(1, min(splits, -(-max_seq_len // MIN_KEYS), MAX_SPLITS))
-    return Tiles(rows, keys, warps, stages, splits, row_blocks, block_d, block_dv)
-
-
-# An H200 has 132 multiprocessors. The rule does not ask the device how many there are: a captured
-# graph, a report made on another machine and the measured table must all name the same geometry.
-PROGRAMS_NARROW = 264
-PROGRAMS_WIDE = 132
-MIN_KEYS = 128
-MAX_SPLITS = 128
+    while tiles * keys * (block_d + block_dv) * itemsize + extra > budget and keys > 16:
+        keys //= 2
+    return Tiles(rows, keys, warps, stages, splits, -(-total_rows // rows), block_d, block_dv)
