@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fusion.backends.triton import prologue, tiles
-from fusion.backends.triton.prologue import Attributes, Operand
+from fusion.backends.triton import prologue_plan as plan
+from fusion.backends.triton.prologue_plan import Attributes, Operand
 
 triton = pytest.importorskip("triton", reason="the compiler under test")
 
@@ -86,21 +87,21 @@ def compile_for(target: str, operands, a: Attributes, tile: tiles.Tile, static: 
     from triton.compiler import ASTSource
 
     kernel = prologue.kernel(static)
-    operands = {n: operands.get(n) for n in prologue.TENSORS}
-    constants = prologue.constants(operands, a)
+    operands = {n: operands.get(n) for n in plan.TENSORS}
+    constants = plan.constants(operands, a)
     constants |= {"HH": tile.heads, "TT": tile.tokens, "STREAM": tile.stream}
     for which in ("K", "V"):
         cache = operands["key_cache" if which == "K" else "value_cache"]
         constants[f"{which}_FP8"] = FP8.get(cache.dtype, 0) if cache is not None else 0
-    numbers = prologue.numbers(operands, a, 1e-6, 1e-6)
+    numbers = plan.numbers(operands, a, 1e-6, 1e-6)
     if static:
-        constants |= {n: x for n, x in numbers.items() if n not in prologue.RUN_TIME}
-        constants |= dict.fromkeys(prologue.VIEWS, 64)
-        numbers = {n: numbers[n] for n in prologue.RUN_TIME}
+        constants |= {n: x for n, x in numbers.items() if n not in plan.RUN_TIME}
+        constants |= dict.fromkeys(plan.VIEWS, 64)
+        numbers = {n: numbers[n] for n in plan.RUN_TIME}
     out = torch.bfloat16 if a.out_dtype is None else a.out_dtype
     outputs = {"q_out_ptr": out, "k_out_ptr": out if a.return_key else None}
     types = {n: None if x is None else x.dtype for n, x in operands.items()}
-    pointers = prologue.pointers(types, outputs)
+    pointers = plan.pointers(types, outputs)
     signature, values, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -115,7 +116,7 @@ def compile_for(target: str, operands, a: Attributes, tile: tiles.Tile, static: 
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name not in prologue.RUN_TIME and numbers[name] % 16 == 0:
+            if name not in plan.RUN_TIME and numbers[name] % 16 == 0:
                 aligned[(i,)] = [["tt.divisibility", 16]]
     backend, arch, warp, _ = TARGETS[target]
     source = ASTSource(kernel, signature, values, aligned)

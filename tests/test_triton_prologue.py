@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.backends.triton import kernels, prologue, tiles
+from fusion.backends.triton import kernels, prologue, prologue_plan, tiles
 from fusion.kernel import Kernel, KernelCall
 from fusion.ops import describe_call
 from fusion.target import Target
@@ -134,8 +134,8 @@ def test_programs_cover_every_row(heads, tokens, tile):
     q_heads, kv_heads = heads
     constant = {"HQ": q_heads, "HK": kv_heads, "WRITE": 1}
     groups = -(-q_heads // tile.heads) + 2 * -(-kv_heads // tile.heads)
-    assert prologue.programs(constant, tile, tokens) == groups * -(-tokens // tile.tokens)
-    assert prologue.programs(constant, tile, 0) == 0
+    assert prologue_plan.programs(constant, tile, tokens) == groups * -(-tokens // tile.tokens)
+    assert prologue_plan.programs(constant, tile, 0) == 0
 
 
 def test_description_names_the_tile_and_its_rule():

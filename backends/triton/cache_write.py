@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.backends.triton.prologue import Attributes, launch
+from fusion.backends.triton.prologue import launch
+from fusion.backends.triton.prologue_plan import Attributes
 
 
 def attributes(key_dtype: torch.dtype, kv_layout: str) -> Attributes:

@@ -1,9 +1,9 @@
 """The prologue kernel inside Inductor's generated code.
 
 Each function takes the operation's arguments with Inductor's IR in the place of tensors and
-leaves one Triton launch in the graph, with the constants and numbers of `prologue`. What cannot
-be expressed there (an epsilon on the host, an fp8 format whose pointers this chip's Triton does
-not know) declines: the call then stays a call of the operation, which handles it.
+leaves one Triton launch in the graph, with the constants and numbers of `prologue_plan`. What
+cannot be expressed there (an epsilon on the host, an fp8 format whose pointers this chip's Triton
+does not know) declines: the call then stays a call of the operation, which handles it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from fusion.backends.triton import prologue
+from fusion.backends.triton import prologue_plan as plan
 from fusion.backends.triton.cache_write import attributes as write_attributes
-from fusion.backends.triton.prologue import Attributes, Operand
+from fusion.backends.triton.prologue import kernel
+from fusion.backends.triton.prologue_plan import Attributes, Operand
 from fusion.graph import triton_lowering as ir
 from fusion.graph.lowerings import Decline
 from fusion.target import Target
@@ -32,7 +33,7 @@ def _check(arguments: Mapping[str, Any], device: torch.device) -> None:
     for name in _CACHES:
         cache = arguments.get(name)
         dtype = cache.get_dtype() if cache is not None else None
-        if dtype in prologue.FP8_CODES and target.vendor == "nvidia":
+        if dtype in plan.FP8_CODES and target.vendor == "nvidia":
             old = (target.capability or 0) < 89
             if dtype is torch.float8_e4m3fnuz or old:
                 raise Decline(f"Triton has no pointer to {dtype} on {target.arch}")
@@ -43,7 +44,7 @@ def _launch(
 ) -> tuple[Any, Any]:
     device = arguments["key"].get_device()
     _check(arguments, device)
-    tensors: dict[str, Any] = dict.fromkeys(prologue.TENSORS)
+    tensors: dict[str, Any] = dict.fromkeys(plan.TENSORS)
     for name in _CACHES:
         if arguments.get(name) is not None:
             tensors[name] = ir.writable(arguments[name])
@@ -53,9 +54,9 @@ def _launch(
         if name not in _CACHES and x is not None:
             tensors[name] = ir.readable(x)
     operands = {n: None if x is None else _operand(x) for n, x in tensors.items()}
-    constant = prologue.constants(operands, a)
+    constant = plan.constants(operands, a)
     # Guards made while the constants were read may have settled strides that were symbolic.
-    number = {n: ir.plain(x) for n, x in prologue.numbers(operands, a, q_eps, k_eps).items()}
+    number = {n: ir.plain(x) for n, x in plan.numbers(operands, a, q_eps, k_eps).items()}
     key = operands["key"]
     assert key is not None
     tokens, heads, dim = key.shape
@@ -65,26 +66,26 @@ def _launch(
     query = operands["query"]
     if query is not None:
         q_out = ir.empty(query.shape, out_dtype, device)
-    tile = prologue.pick(constant, ir.hint(tokens))
+    tile = plan.pick(constant, ir.hint(tokens))
     if tokens == 0:
         return q_out, k_out
     outputs = {"q_out_ptr": q_out, "k_out_ptr": k_out if a.return_key else None}
-    based = {o: ir.base(tensors[n]) for o, n in prologue.VIEWS.items() if tensors[n] is not None}
-    offsets = {o: ir.plain(based[o][1]) if o in based else 0 for o in prologue.VIEWS}
-    fixed = [x for n, x in (number | offsets).items() if n not in prologue.RUN_TIME]
+    based = {o: ir.base(tensors[n]) for o, n in plan.VIEWS.items() if tensors[n] is not None}
+    offsets = {o: ir.plain(based[o][1]) if o in based else 0 for o in plan.VIEWS}
+    fixed = [x for n, x in (number | offsets).items() if n not in plan.RUN_TIME]
     static = all(isinstance(x, int | float) for x in fixed)
     if static:
         # Buffers and constant offsets instead of views: making a view costs host time.
         number |= offsets
-        tensors |= {prologue.VIEWS[o]: buffer for o, (buffer, _) in based.items()}
-    pointers = prologue.pointers(tensors, outputs)
+        tensors |= {plan.VIEWS[o]: buffer for o, (buffer, _) in based.items()}
+    pointers = plan.pointers(tensors, outputs)
     written = [n for n in (*outputs, "k_cache_ptr", "v_cache_ptr") if pointers[n] is not None]
     constant |= {"HH": tile.heads, "TT": tile.tokens, "STREAM": tile.stream}
     ir.launch(
-        prologue.kernel(static),
+        kernel(static),
         {**pointers, **number, **constant},
         written,
-        ir.ceil_div(tokens, tile.tokens) * prologue.programs(constant, tile, 1),
+        ir.ceil_div(tokens, tile.tokens) * plan.programs(constant, tile, 1),
         warps=tile.warps,
     )
     return q_out, k_out

@@ -256,7 +256,7 @@ def _prologue(
 ):
     """One tile of TT tokens x HH heads of q, k or v per program.
 
-    Grid: ``cdiv(tokens, TT) * GROUPS``; what each argument is: `prologue.constants`.
+    Grid: ``cdiv(tokens, TT) * GROUPS``; what each argument is: `prologue_plan.constants`.
     """
     QG: tl.constexpr = (HQ + HH - 1) // HH
     KG: tl.constexpr = (HK + HH - 1) // HH

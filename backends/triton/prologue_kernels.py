@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion.backends.triton import cache_write, lowering, prologue, tiles
-from fusion.kernel import Kernel, KernelCall
+from fusion.kernel import Function, Kernel, KernelCall
 from fusion.requires import (
     AttributeIn,
     Check,
@@ -115,7 +115,7 @@ REQUIRES: Mapping[str, Requires] = {
     "kv_cache_write": Requires((*_EVERY, *_WRITE)),
 }
 
-_FUNCTIONS = {
+_FUNCTIONS: Mapping[str, Function] = {
     "qk_norm_rope_kv_cache": prologue.qk_norm_rope_kv_cache,
     "rope_kv_cache": prologue.rope_kv_cache,
     "qk_norm_rope": prologue.qk_norm_rope,

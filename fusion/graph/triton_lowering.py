@@ -83,22 +83,16 @@ def static(size: Any) -> int:
         return size
     from torch._inductor.virtualized import V
 
-    sizevars = V.graph.sizevars
-    guard = getattr(sizevars, "guard_int", None) or sizevars.evaluate_static_shape
-    return int(guard(size))
+    return int(V.graph.sizevars.guard_int(size))
 
 
-def hint(size: Any) -> int | None:
-    """The example value of a size, or None."""
+def hint(size: Any) -> int:
+    """The example value of a size (8192 where there is none)."""
     if isinstance(size, int):
         return size
     from torch._inductor.virtualized import V
 
-    sizevars = V.graph.sizevars
-    for name in ("optimization_hint", "size_hint"):
-        if hasattr(sizevars, name):
-            return int(getattr(sizevars, name)(size, fallback=8192))
-    return None
+    return int(V.graph.sizevars.optimization_hint(size, fallback=8192))
 
 
 def ceil_div(a: Any, b: int) -> Any:
@@ -187,7 +181,7 @@ def _known_accesses(arguments: Mapping[str, Any], written: Sequence[str]) -> Ite
 
 def plain(size: Any) -> Any:
     """An int where the size is known, if only by a guard made since it was written down."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     if isinstance(size, int | float):
         return size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph
 
     Each call is made once before, outside the capture, so that nothing compiles inside it.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -45,16 +46,14 @@ def replay_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int = REPLAYS) -
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(replays)
-    ]
+    event: Any = torch.cuda.Event
+    marks = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(replays)]
     for start, stop in marks:
         start.record()
         graph.replay()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in marks) * 1e3 / calls
+    return float(statistics.median(a.elapsed_time(b) for a, b in marks)) * 1e3 / calls
 
 
 def calls_for(sets: int) -> int:

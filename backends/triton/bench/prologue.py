@@ -19,6 +19,7 @@ from torch import Tensor
 from fusion.backends import reference
 from fusion.backends.triton import prologue
 from fusion.backends.triton.bench import harness
+from fusion.backends.triton.prologue_plan import Attributes
 from fusion.backends.triton.tiles import Tile, choose
 
 HEADS = ((32, 8, 128), (64, 8, 128), (8, 1, 128))
@@ -92,7 +93,7 @@ def inputs(shape: Shape, seed: int, device: str = "cuda") -> dict[str, Any]:
     g = torch.Generator(device).manual_seed(seed)
     hq, hk, d, t = shape.q_heads, shape.kv_heads, shape.dim, shape.tokens
     qkv = torch.randn(t, (hq + 2 * hk) * d, generator=g, device=device).bfloat16()
-    q, k, v = qkv.split([hq * d, hk * d, hk * d], dim=1)
+    q, k, v = torch.split(qkv, [hq * d, hk * d, hk * d], dim=1)
     blocks = -(-t // BLOCK) + 3
     cache = torch.empty(blocks, hk, BLOCK, 2 * d, device=device, dtype=shape.cache_dtype)
     poison(cache)
@@ -123,8 +124,8 @@ def poison(x: Tensor) -> None:
     x.view(torch.uint8).fill_(0x5B)
 
 
-def _attributes(shape: Shape) -> prologue.Attributes:
-    return prologue.Attributes(True, rotary_dim=shape.dim, out_dtype=torch.bfloat16)
+def _attributes(shape: Shape) -> Attributes:
+    return Attributes(True, rotary_dim=shape.dim, out_dtype=torch.bfloat16)
 
 
 def fused(
