@@ -158,7 +158,8 @@ def table(out) -> None:
     """The table of docs/performance.md, as `python -m fusion.backends.triton.bench` prints it."""
     from fusion.backends.triton.bench import prologue as bench
 
-    rows = bench.run(inductor=True)
+    rows = bench.run(tokens=(1, 8192), inductor=True)
+    rows += bench.run(tokens=(16, 128, 1024), inductor=False)
     print("the same with every call missing L2:")
     rows += bench.run(inductor=False, sets=None)
     (out / "table.txt").write_text("\n".join([bench.HEADER, *map(str, rows)]))
