@@ -174,6 +174,52 @@ def test_the_same_bits_and_no_copy_dynamic_tokens(case: Case) -> None:
     assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in gm.graph.nodes)
 
 
+@pytest.mark.parametrize("case", cases.GOOD[:6], ids=lambda c: c.name)
+def test_the_first_wrapper_version_is_replaced_too(case: Case) -> None:
+    from torch._inductor import config
+
+    with config.patch(enable_auto_functionalized_v2=False):
+        _check(case, lambda c: c.make())
+
+
+def test_a_cache_that_is_itself_a_slice_of_a_larger_buffer() -> None:
+    """The graph input then has a storage offset of its own."""
+    case = next(c for c in cases.GOOD if c.fn is cases.rows_view)
+    whole, again = cases.old(3, BLOCKS, PAGE, HK, D), cases.old(3, BLOCKS, PAGE, HK, D)
+    k, v, _, s = case.make()
+    expected = case.fn(k, v, whole[1:], s)
+
+    def rewriter(gm: GraphModule) -> None:
+        _replace_writes(gm.graph)
+        decompose_mutations(gm.graph)
+
+    got = compile_with(case.fn, rewriter, (k, v, again[1:], s))
+    assert _same(got, expected) and _same(again, whole)
+
+
+def test_an_exported_program() -> None:
+    """No epilogue there: the new contents are graph outputs."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", cases.old(2, BLOCKS, PAGE, HK, D))
+
+        def forward(self, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
+            cases.write(k, v, *self.cache.unbind(0), s)  # type: ignore[operator]
+            return self.cache.sum()  # type: ignore[operator]
+
+    args = (*cases.rows(), cases.slots())
+    eager = Block()
+    expected = eager(*args)
+    program = torch.export.export(Block(), args).run_decompositions({})
+    done = _replace_writes(program.graph_module.graph)
+    assert len(done) == 1
+    program.graph_module.recompile()
+    outputs = program.graph_module(Block().cache, *args)
+    assert _same(tuple(outputs), (eager.cache, expected))
+
+
 def test_a_module_buffer_and_a_symbolic_number_of_blocks() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:

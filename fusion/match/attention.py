@@ -247,7 +247,7 @@ _THROUGH = {
     "aten::permute", "aten::transpose", "aten::unsqueeze", "aten::squeeze", "aten::slice",
 }  # fmt: skip
 _SCORES = {*_THROUGH, "aten::mul", "aten::div", "aten::add", "aten::where", "aten::tanh",
-           "aten::masked_fill", "aten::sub", "aten::cat"}  # fmt: skip
+           "aten::masked_fill", "aten::sub", "aten::cat", "aten::fill"}  # fmt: skip
 
 
 def _plain(node: Node, name: str) -> Attention | None:
@@ -271,7 +271,9 @@ def _plain(node: Node, name: str) -> Attention | None:
 def _back(node: Node, through: set[str], depth: int = 40) -> Node:
     """Walk up first arguments through ops that keep a value in place."""
     while depth and node.op == "call_function" and cv.op_name(node) in through and node.args:
-        options = [a for a in node.args if isinstance(a, Node)]
+        first = node.args[0]
+        parts = list(first) if isinstance(first, (tuple, list)) else list(node.args)
+        options = [a for a in parts if isinstance(a, Node)]
         if cv.op_name(node) == "aten::where":
             options = [n for n in options[1:] if _large(n)] or options
         if not options:

@@ -352,7 +352,7 @@ def _misses_of_epilogue(trace: Trace) -> list[tuple[int, Miss]]:
     misses: list[tuple[int, Miss]] = []
     for base, (copy, source) in trace.commits.items():
         value = base.meta["val"]
-        if value.dim() < 3 or not (value.dtype.is_floating_point or value.dtype.itemsize == 1):
+        if value.dim() < 4 or not (value.dtype.is_floating_point or value.dtype.itemsize == 1):
             continue
         state = trace.states.get(source)
         if state is not None and state.base is base:
