@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,17 @@ if TYPE_CHECKING:  # the report calls these functions; at run time nothing is ne
     from fusion.report import Group, Report, Site
 
 
-def to_text(report: Report, *, all_sites: bool = False) -> str:
+Code = Callable[[str], "str | None"]
+"""Gives the text of the line that a ``file:line`` names, or None where it is not at hand."""
+
+
+def to_text(
+    report: Report, *, all_sites: bool = False, details: bool = False, code: Code | None = None
+) -> str:
     """Plain text: header, one table a graph grouped by identical outcome, then the misses.
 
-    ``all_sites`` lists every site on its own line instead of grouping.
+    ``all_sites`` lists every site on its own line instead of grouping; ``details`` tells of fused
+    sites what it tells of the others; ``code`` looks up the lines of model code to show.
     """
     lines = [_header(report)]
     lines += [
@@ -36,8 +43,8 @@ def to_text(report: Report, *, all_sites: bool = False) -> str:
             rows = [(_count(g), g.first.pass_name, summary(g.first)) for g in groups]
         lines += _table(rows)
         for g in groups:
-            if g.first.near_miss:
-                lines += ["", *_explain(g)]
+            if g.first.near_miss or details:
+                lines += ["", *_explain(g, code)]
             else:
                 lines += _passed_over(g)
     return "\n".join(lines) + "\n"
@@ -104,18 +111,22 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]}".rstrip() for r in rows]
 
 
-def _explain(g: Group) -> list[str]:
+def _explain(g: Group, code: Code | None) -> list[str]:
     site = g.first
     places = [where(s) for s in g.sites]
     shown = ", ".join(places[:4]) + (f", ... ({len(places)} in all)" if len(places) > 4 else "")
-    lines = [f"  {site.status}: {shown}" + (f" at {site.source}" if site.source else "")]
+    status = site.status if site.applicable else "left alone"
+    lines = [f"  {status}: {shown}" + (f" at {site.source}" if site.source else "")]
+    lines += _code_line(site.source, code, "    ")
     for reason in site.reasons:
-        lines += _reason(reason, "    ")
+        lines += _reason(reason, "    ", code)
     for candidate in site.candidates:
         if not candidate.accepted:
             lines.append(f"    kernel {candidate.kernel} refused")
             for reason in candidate.reasons:
-                lines += _reason(reason, "      ")
+                lines += _reason(reason, "      ", code)
+    if site.validation is not None:
+        lines.append(f"    checked: {fact_text(site.validation)}")
     if site.facts:
         lines += [f"    read: {k}: {fact_text(v)}" for k, v in site.facts.items()]
     if site.hint:
@@ -139,12 +150,18 @@ def _passed_over(g: Group) -> list[str]:
     return lines
 
 
-def _reason(reason: Reason, indent: str) -> list[str]:
+def _code_line(source: str | None, code: Code | None, indent: str) -> list[str]:
+    text = code(source) if code is not None and source is not None else None
+    return [f"{indent}| {text.strip()}"] if text and text.strip() else []
+
+
+def _reason(reason: Reason, indent: str, code: Code | None = None) -> list[str]:
     lines = [f"{indent}{reason.code}: {reason.message}"]
     if reason.have is not None or reason.need is not None:
         lines.append(f"{indent}  have {reason.have}, need {reason.need}")
     if reason.node or reason.source:
         lines.append(f"{indent}  at {' '.join(t for t in (reason.node, reason.source) if t)}")
+        lines += _code_line(reason.source, code, f"{indent}  ")
     lines.append(f"{indent}  remedy: {reason.remedy}")
     return lines
 

@@ -1,0 +1,118 @@
+"""What every command shares: consoles, exit statuses, and files that are not overwritten.
+
+Data goes to stdout, talk to stderr. Nothing is coloured where the stream is no terminal, where
+``NO_COLOR`` is set (to anything) or where ``TERM`` is ``dumb``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+OK, MISSED, FAILED = 0, 1, 2
+"""Exit statuses: as expected; an expectation was missed; usage or internal error."""
+
+_STYLES = (
+    (r"(?m)^fusion \w+:.*$", "bold"),
+    (r"\bfused\b", "green"),
+    (r"\b(accepted|equal, bit by bit)\b", "green"),
+    (r"\b(partial|off|left alone)\b", "yellow"),
+    (r"\b(missed|refused|worse|NOT equal)\b", "red"),
+    (r"\b(cache|config|gate|internal|match|plugin|profit|safety)\.[a-z0-9-]+\b", "cyan"),
+    (r"(?m)^\s+(remedy|nearest change):", "bold"),
+    (r"(?m)^\s+\|.*$", "dim"),
+    (r"(?m)^\+.*$", "green"),
+    (r"(?m)^-.*$", "red"),
+    (r"(?m)^@@.*$", "cyan"),
+)
+
+
+class CommandError(Exception):
+    """Something that the user can put right; shown as it is, exit status 2."""
+
+
+def _console(stream: Any) -> Console:
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return Console(
+        file=stream,
+        color_system=None if plain else "auto",
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+
+
+def data(text: str) -> None:
+    """Print what was asked for, to stdout, in the given lines (never wrapped)."""
+    styled = Text(text.rstrip("\n"))
+    console = _console(sys.stdout)
+    if console.color_system is not None:
+        for pattern, style in _STYLES:
+            styled.highlight_regex(pattern, style)
+    console.print(styled, soft_wrap=True)
+
+
+def talk(text: str) -> None:
+    """Say something about the work, to stderr."""
+    _console(sys.stderr).print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner with the time while something takes long; nothing where nobody watches."""
+    console = _console(sys.stderr)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def check_output(path: str | None, overwrite: bool) -> None:
+    """Refuse to write over a file, before any work is done (``-`` is stdout)."""
+    if path is None or path == "-":
+        return
+    place = Path(path)
+    if place.is_dir():
+        raise CommandError(f"{path} is a folder; name a file")
+    if place.exists() and not overwrite:
+        raise CommandError(f"{path} exists; pass --overwrite to replace it")
+    if not place.absolute().parent.is_dir():
+        raise CommandError(f"the folder of {path} does not exist")
+
+
+def write(path: str, text: str, overwrite: bool) -> None:
+    """Write a file, or stdout for ``-``. Raises :class:`CommandError` where it cannot."""
+    if path == "-":
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        return
+    check_output(path, overwrite)
+    try:
+        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def table(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
+    """Columns as wide as their widest cell; the last one is not padded."""
+    if not rows:
+        return []
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        (indent + "  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=False)) + "  " + r[-1])
+        .rstrip()
+        for r in rows
+    ]

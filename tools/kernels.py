@@ -1,0 +1,4 @@
+"""stub"""
+EPILOG=""
+def command()->None:
+    """x"""

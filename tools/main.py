@@ -1,0 +1,84 @@
+"""The command line ``fusion``: one file of this folder for each sub-command."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import click
+import typer
+
+from fusion import __version__
+from fusion.tools import bench, diff, doctor, explain, kernels, passes, verify
+from fusion.tools.console import FAILED, CommandError, talk
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+app = typer.Typer(
+    name="fusion",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=_CONTEXT,
+    help="Ask what fuses in a model that torch.compile(backend='fusion') would compile, and why.",
+    epilog="`fusion COMMAND --help` shows the options and examples of a command. Shell "
+    "completion: `fusion --install-completion`.",
+)
+for _module in (explain, diff, kernels, verify, bench, doctor, passes):
+    _name = _module.__name__.rpartition(".")[2]
+    app.command(_name, epilog=_module.EPILOG, context_settings=_CONTEXT)(_module.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fusion {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 (a miss) or 2 (usage, internal error)."""
+    from fusion.config import ConfigError
+
+    try:
+        status = app(
+            args=None if arguments is None else list(arguments),
+            prog_name="fusion",
+            standalone_mode=False,
+        )
+    except click.UsageError as error:
+        error.show(file=sys.stderr)
+        return FAILED
+    except (CommandError, ConfigError) as error:
+        talk(f"error: {error}")
+        return FAILED
+    except click.ClickException as error:
+        error.show(file=sys.stderr)
+        return FAILED
+    except (KeyboardInterrupt, click.Abort):
+        talk("interrupted")
+        return FAILED
+    except BrokenPipeError:  # `fusion ... | head`
+        sys.stderr.close()
+        return FAILED
+    except Exception:
+        talk("internal error; please report it with this text:")
+        talk(traceback.format_exc())
+        return FAILED
+    return status if isinstance(status, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
