@@ -340,9 +340,9 @@ def paged_attention_kernel(
             PRECISION,
         )  # fmt: skip
 
-    if BLOCK_M > 128:
+    if BLOCK_M * BLOCK_N > 128 * 64:
         # Row numbers anew, from a load that the compiler must not merge with the first one: kept
-        # alive across the loop they would not fit into the registers of 16 warps.
+        # alive across the loop they do not fit beside the largest tiles.
         again = tl.load(starts_ptr + seq, volatile=True).to(tl.int32)
         q_len = tl.load(starts_ptr + seq + 1, volatile=True).to(tl.int32) - again
         rows = row_first + (again - start) + tl.arange(0, BLOCK_M)

@@ -43,6 +43,7 @@ def next_power_of_2(n: int) -> int:
 # table must all name the same geometry.
 PROGRAMS = 128
 MIN_KEYS = 64
+LONG = 2048  # keys of one program from which large tiles pay
 MAX_SPLITS = 256
 
 # Shared memory that one program may plan with, bytes; a little less than the chip has.
@@ -68,16 +69,15 @@ def _rows_and_splits(total_rows: int, heads: int, keys: int, most_rows: int) -> 
 
     smallest = min(64, most_rows)
     rows = max(smallest, min(most_rows, next_power_of_2(total_rows)))
-    # A large block fills a multiprocessor by itself and is slow to start and to merge: with few
-    # keys for each program, small blocks (which read K and V again, from the L2) finish earlier.
-    if rows > smallest and keys <= 512 * splits(smallest):
+    # A large block fills a multiprocessor by itself and is slow to start and to merge. Where the
+    # keys must be split and few are left for each, small blocks finish earlier, although each of
+    # them reads K and V again (from the L2).
+    if rows > smallest and splits(rows) > 1 and keys < LONG * splits(rows):
         rows = smallest
-    elif rows > 128 and keys < 2048 * splits(rows):
-        rows = 128
     found = splits(rows)
     # Two small programs fit one multiprocessor: twice the splits, if each keeps enough keys.
     twice = splits(rows, 2 * PROGRAMS)
-    if rows <= 64 and keys >= 768 * twice:
+    if rows <= 64 and keys >= (768 if total_rows <= rows else 512) * twice:
         found = twice
     tiles = -(-keys // MIN_KEYS)  # one for each of the first 16 splits, two for each of more
     return rows, max(1, min(found, max(min(16, tiles), -(-tiles // 2)), MAX_SPLITS))
@@ -116,7 +116,9 @@ def choose(
        arithmetic is free where memory is the limit (8 to 10 % faster than blocks of 16 or 32).
        Chips without it use blocks of 16 and 32. The f32 accumulator (rows x columns) must stay
        in registers: at most 256 rows of 128 columns on NVIDIA, 128 on AMD, fewer of wider heads.
-    2. *Keys.* 64: enough bytes in flight, few registers. Wide heads and float32 take 32 or 16.
+    2. *Keys.* 64: enough bytes in flight, few registers; 128 for 128 rows and long runs, where
+       arithmetic is the limit and each step's overhead counts (3 to 5 %). Wide heads and float32
+       take 32 or 16.
     3. *Warps.* Four for 64 rows, eight for 128, sixteen for 256.
     4. *Splits.* About one program for each multiprocessor, two of the small ones where every
        split keeps 768 keys. More only enlarge the combine.
@@ -141,6 +143,8 @@ def choose(
     keys = 64 if widest <= 128 else 32 if widest <= 256 else 16
     if wide:
         keys = 32 if widest <= 256 else 16
+    elif rows == 128 and wgmma and max_seq_len >= LONG * splits:
+        keys = 128
     warps = {16: 4, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
     if widest > 128 and rows >= 32:
         warps = 8
