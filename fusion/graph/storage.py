@@ -11,6 +11,7 @@ from torch.fx import Node
 aten = torch.ops.aten
 _VIEWS = {
     aten.view.default,
+    aten._unsafe_view.default,
     aten.permute.default,
     aten.transpose.int,
     aten.t.default,
