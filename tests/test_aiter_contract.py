@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fusion.backends.aiter import contract, gate, probe, prologue, runtime
+from fusion.backends.aiter import contract, gate, probe, prologue_requires, runtime
 from fusion.backends.aiter.contract import Function
 from fusion.target import Target
 from tests.aiter_cases import CONTRACT, G0, KERNELS, TAGS, build, refusals
@@ -314,7 +314,7 @@ def test_a_development_version_counts_as_the_release_before(text: str, contains:
 def test_the_limits_are_those_of_the_contract() -> None:
     """One source of truth: our constants against the contract's machine-readable words."""
     pts = CONTRACT["ops"][contract.PTS.name]
-    assert list(prologue.HEAD_SIZES) == pts["constraints"]["head_size"]
+    assert list(prologue_requires.HEAD_SIZES) == pts["constraints"]["head_size"]
     assert Version(pts["packed_kv_view_min_version"]) == contract.FREE_STRIDES
     ranges = [entry["range"].split("..")[0] for entry in pts["behaviour_history"]]
     assert Version(ranges[1]) == contract.BLOCK_STRIDE == contract.HOST_SCALES

@@ -72,15 +72,23 @@ def joined_table(
         if positions is None:
             return table, torch.arange(rows, device=cos.device)
         return table, positions.to(torch.int64).clamp(0, rows - 1)
+    table = joined_rows(cos, sin, positions, dtype, slack)
+    return table, torch.arange(table.shape[0], device=cos.device)
+
+
+def joined_rows(
+    cos: Tensor, sin: Tensor, positions: Tensor | None, dtype: torch.dtype, slack: int
+) -> Tensor:
+    """``[T, R]``, new and contiguous: the rows of the present tokens, cos half then sin half."""
     if positions is not None:
-        at = positions.clamp(0, max(rows - 1, 0))
+        at = positions.clamp(0, max(cos.shape[0] - 1, 0))
         cos, sin = cos[at], sin[at]
-    tokens = cos.shape[0]
-    flat = cos.new_empty(tokens * width + slack, dtype=dtype)
-    table = flat[: tokens * width].view(tokens, width)
+    tokens, half = cos.shape
+    flat = cos.new_empty(tokens * 2 * half + slack, dtype=dtype)
+    table = flat[: tokens * 2 * half].view(tokens, 2 * half)
     table[:, :half].copy_(cos)
     table[:, half:].copy_(sin)
-    return table, torch.arange(tokens, device=cos.device)
+    return table
 
 
 def _elements_behind(x: Tensor, used: int) -> int:
