@@ -74,7 +74,7 @@ def test_pages_behind_a_flat_slot_axis_are_found() -> None:
     fact = _one(cases.rows_view)
     assert fact.key_plane.size == (BLOCKS, PAGE, HK, D)
     assert fact.value_plane.storage_offset == BLOCKS * PAGE * HK * D
-    assert _one(cases.rows_flat).key_plane.size == (1, BLOCKS * PAGE, HK, D)
+    assert _one(cases.rows_flat).key_plane.size == (BLOCKS * PAGE, 1, HK, D)
 
 
 def test_a_static_cache_is_a_block_a_sequence() -> None:
@@ -86,6 +86,18 @@ def test_a_static_cache_is_a_block_a_sequence() -> None:
         assert fact.key.order == (0, 2, 1, 3) and fact.key.token_dims == 2
         assert fact.key.token_sizes == (cases.BATCH, T) and fact.key.tokens == cases.BATCH * T
         assert len(fact.bases) == 2
+
+
+def test_heads_are_told_apart_again_where_rows_were_flattened() -> None:
+    fact = _one(cases.rows_merged_heads)
+    assert (fact.key.heads, fact.key.dim) == (HK, D)
+    assert fact.key_plane.size[2:] == (HK, D) and fact.key_plane.stride[2:] == (D, 1)
+
+
+def test_slots_that_are_computed_twice_are_one() -> None:
+    fact = _one(cases.rows_split_twice)
+    assert set(fact.twins.values()) == {fact.slots.node, fact.slots.offset}  # type: ignore[attr-defined]
+    assert not set(fact.twins) & {fact.slots.node, fact.slots.offset}  # type: ignore[attr-defined]
 
 
 def test_kinds_of_slots() -> None:

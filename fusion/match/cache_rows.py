@@ -36,7 +36,10 @@ class RangeSlots(Slots):
 
 @dataclass(frozen=True)
 class Rows:
-    """One tensor's rows and where they go. ``key`` compares the slots of two writes."""
+    """One tensor's rows and where they go.
+
+    ``key`` compares the slots of two writes, ``indices`` are the nodes that it was made from.
+    """
 
     write: RawWrite
     view: TokenView
@@ -45,6 +48,7 @@ class Rows:
     scale: Node | None
     nodes: tuple[Node, ...]
     key: tuple[Any, ...]
+    indices: tuple[Node, ...] = ()
 
     def pairs_with(self, other: Rows) -> bool:
         """Whether the other write fills the same slots of another plane of the same geometry.
@@ -284,6 +288,12 @@ def finish(
     view = _view(source.node, tuple(order), len(tokens))
     if isinstance(view, Reason):
         return view
+    inner = source.inner
+    if head_axis is None:
+        split = _unmerged(view)
+        if split is not None:
+            view, inner = split, (*inner, source.node)
+    # Heads that are merged with the head dimension lie one after the other.
     head = (view.heads, view.dim if head_axis is None else region.stride[head_axis])
     if batch_axis is not None:
         blocks = (region.size[batch_axis], region.stride[batch_axis])
@@ -303,7 +313,27 @@ def finish(
         key += (structure(slots.start), str(slots.length))
     else:
         key += (structure(slots.node),)
-    return Rows(write, view, plane, slots, source.scale, source.inner, key)
+    indices = tuple(n for n in (slots.node, slots.offset) if n is not None)
+    if slots.kind == "range":
+        indices = ()
+    return Rows(write, view, plane, slots, source.scale, inner, key, indices)
+
+
+def _unmerged(view: TokenView) -> TokenView | None:
+    """The same rows before ``[tokens, heads, dim]`` was flattened to ``[tokens, heads * dim]``."""
+    node = view.node
+    if cv.op_name(node) not in ("aten::view", "aten::reshape", "aten::_unsafe_view"):
+        return None
+    source = node.args[0]
+    if not isinstance(source, Node) or view.order != tuple(range(view.token_dims + 1)):
+        return None
+    shape = tuple(source.meta["val"].shape)
+    if len(shape) != view.token_dims + 2 or not cv.all_equal(shape[:-2], view.token_sizes):
+        return None
+    split = _view(source, tuple(range(len(shape))), view.token_dims)
+    if isinstance(split, Reason) or split.heads * split.dim != view.dim:
+        return None
+    return split
 
 
 def _fills(have: Size, need: Size) -> bool:
@@ -326,7 +356,7 @@ def _paged(
                 continue
             if cv.equal(n * m, size) and cv.equal(base.stride[outer], m * stride):
                 return (n, base.stride[outer]), (m, stride)
-    return (1, size * stride), (size, stride)
+    return (size, stride), (1, stride)
 
 
 def _broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...] | None:

@@ -35,10 +35,12 @@ class ViewedCacheWrite(CacheWrite):
 
     ``views`` maps such a node to (index into ``bases``, region of the base's storage).
     ``final`` maps an index into ``bases`` to the one result that later writes start from.
+    ``twins`` maps V's index nodes to K's equal ones where the graph computes them twice.
     """
 
     views: Mapping[Node, tuple[int, Region]] = field(repr=False, hash=False, default_factory=dict)
     final: Mapping[int, Node] = field(repr=False, hash=False, default_factory=dict)
+    twins: Mapping[Node, Node] = field(repr=False, hash=False, default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ def _join(
         anchor=anchor,
         views=views,
         final=final,
+        twins={v: k for k, v in zip(key.indices, value.indices, strict=True) if k is not v},
     )
 
 

@@ -67,6 +67,8 @@ def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, A
     started = time.thread_time()
     try:
         roles = _roles(operation)
+        twins = getattr(chain.write, "twins", {})
+        roles |= {twin: roles[same] for twin, same in twins.items() if same in roles}
         outputs = _outputs(chain, operation)
         region = Region.between(roles, list(outputs))
         key = (region.fingerprint(roles), _signature(operation))

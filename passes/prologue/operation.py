@@ -129,7 +129,7 @@ def _view_strides(
         return None
     try:
         return torch.empty_strided(n, st, device="meta").view(t).stride()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: under an ambient fake mode
         return None
 
 

@@ -171,6 +171,10 @@ class SmallCache:
         def put(node: Node, value: Tensor) -> None:
             dtype = node.meta["val"].dtype
             out[node] = Input(dims, value.to(dtype).reshape(small_shape(dims)))
+            # V's slots may be computed by nodes of their own that are proved equal to K's.
+            for twin, same in getattr(self.write, "twins", {}).items():
+                if same is node:
+                    out[twin] = out[node]
 
         if slots.kind == "block_offset":
             assert slots.offset is not None
