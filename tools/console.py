@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,17 @@ def write(path: str, text: str, overwrite: bool) -> None:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def table(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
-    """Columns as wide as their widest cell; the last one is not padded."""
+def table(rows: Sequence[Sequence[str]], indent: str = "  ", widest: int = 44) -> list[str]:
+    """Columns as wide as their widest cell, cells over ``widest`` not counted; the last one is
+    not padded."""
     if not rows:
         return []
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        (indent + "  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=False)) + "  " + r[-1])
-        .rstrip()
-        for r in rows
+    widths = [
+        max((len(r[i]) for r in rows if len(r[i]) <= widest), default=0)
+        for i in range(len(rows[0]) - 1)
     ]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
+    return lines

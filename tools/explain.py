@@ -16,6 +16,7 @@ from fusion.tools.console import MISSED, CommandError, check_output, data, talk,
 if TYPE_CHECKING:
     from fusion import Report, Site
 
+SHORT = "What fuses in a model, what does not, and why."
 EPILOG = """Examples:
 
 \b
@@ -155,7 +156,8 @@ def check_names(
     config: dict[str, object], pass_name: str | None, expect: Sequence[str] | None
 ) -> None:
     """Unknown options, passes and counts are errors before any work is done."""
-    from fusion import ConfigError, Report, expect as check
+    from fusion import ConfigError, Report
+    from fusion import expect as check
     from fusion.build import make_config
 
     try:

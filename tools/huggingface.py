@@ -132,7 +132,8 @@ def _build(config: Any, request: Request, path: Path) -> Any:
     try:
         torch.manual_seed(0)
         with torch.device("cpu" if request.real else "meta"):
-            model = AutoModelForCausalLM.from_config(
+            builder: Any = AutoModelForCausalLM
+            model = builder.from_config(
                 config, dtype=dtype, trust_remote_code=False, attn_implementation="sdpa"
             )
     except Exception as error:
@@ -174,7 +175,7 @@ def _keep_one_of_each_kind(model: Any, layers: torch.nn.ModuleList) -> dict[int,
     for new, layer in enumerate(chosen):
         for module in layer.modules():
             if isinstance(getattr(module, _INDEX, None), int):
-                module.layer_idx = new
+                setattr(module, _INDEX, new)
     del layers[:]
     layers.extend(chosen)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
@@ -239,7 +240,7 @@ def _inputs(model: Any, request: Request) -> tuple[Any, dict[str, Any]]:
     return model, paged.forward_arguments(inputs)
 
 
-def _scales(dtype: torch.dtype | None) -> dict[str, float]:
+def _scales(dtype: torch.dtype | None) -> dict[str, Any]:
     narrow = dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
     return {"k_scale": 1.0, "v_scale": 1.0} if narrow else {}
 
@@ -257,7 +258,8 @@ def _static_inputs(
     dtype = request.cache_dtype or model.dtype
     length = max(_SPARE_BLOCKS * request.block_size, tokens + past)
     cache = StaticCache(config=model.config, max_cache_len=length)
-    for layer, kv in zip(cache.layers, kv_layers(model), strict=False):
+    layers: Any = cache.layers
+    for layer, kv in zip(layers, kv_layers(model), strict=False):
         if kv is None:
             continue
         shape = (request.batch, kv.heads, 0)

@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
-import click
 import typer
 
 from fusion import __version__
 from fusion.tools import bench, diff, doctor, explain, kernels, passes, verify
 from fusion.tools.console import FAILED, CommandError, talk
 
+# Newer releases of typer bring their own copy of click, so its classes are reached through typer.
+_ClickError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 app = typer.Typer(
@@ -29,7 +30,9 @@ app = typer.Typer(
 )
 for _module in (explain, diff, kernels, verify, bench, doctor, passes):
     _name = _module.__name__.rpartition(".")[2]
-    app.command(_name, epilog=_module.EPILOG, context_settings=_CONTEXT)(_module.command)
+    app.command(_name, short_help=_module.SHORT, epilog=_module.EPILOG, context_settings=_CONTEXT)(
+        _module.command
+    )
 
 
 def _version(asked: bool) -> None:
@@ -58,22 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog_name="fusion",
             standalone_mode=False,
         )
-    except click.UsageError as error:
-        error.show(file=sys.stderr)
-        return FAILED
     except (CommandError, ConfigError) as error:
         talk(f"error: {error}")
         return FAILED
-    except click.ClickException as error:
-        error.show(file=sys.stderr)
-        return FAILED
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         talk("interrupted")
         return FAILED
     except BrokenPipeError:  # `fusion ... | head`
         sys.stderr.close()
         return FAILED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, _ClickError):
+            error.show(file=sys.stderr)  # type: ignore[attr-defined]
+            return FAILED
         talk("internal error; please report it with this text:")
         talk(traceback.format_exc())
         return FAILED
