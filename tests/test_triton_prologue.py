@@ -138,6 +138,16 @@ def test_programs_cover_every_row(heads, tokens, tile):
     assert prologue_plan.programs(constant, tile, 0) == 0
 
 
+def test_hints_by_class_of_the_call():
+    def stream(heads, tokens):
+        return tiles.choose(*heads, 128, tokens).stream
+
+    many, few = (32, 8), (8, 1)
+    assert [stream(many, t) for t in (1, 16, 128, 1024, 8192)] == [0, 0, 2, 3, 3]
+    assert [stream(few, t) for t in (1, 128, 512, 1024, 8192)] == [0, 0, 2, 3, 3]
+    assert stream(few, None) == 3
+
+
 def test_description_names_the_tile_and_its_rule():
     text = kernel("qk_norm_rope_kv_cache").describe(described(Case(q_heads=32, kv_heads=8)))
     assert "1 tokens x 8 heads" in text["tile"]

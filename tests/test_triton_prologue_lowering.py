@@ -107,6 +107,9 @@ def test_one_launch_without_views_or_dispatch():
     for constant in ("'q_off': 0", "'k_off': 512", "'v_off': 768", "'vc_off': 64", "'q_st': 1024"):
         assert constant in code
     assert "num_warps': 4" in code
+    # Under user_autotune each launch would hand all constants over again.
+    assert "triton_heuristics.fixed_config(" in code
+    assert "triton_heuristics.user_autotune(" not in code
 
 
 def test_tokens_stay_symbolic():
@@ -180,6 +183,11 @@ def test_what_cannot_be_expressed_is_declined():
 
     with pytest.raises(Decline, match="q_eps_tensor is on meta"):
         lowering._check({"key": Here(), "q_eps_tensor": Elsewhere()}, torch.device("cpu"))
+
+
+def test_text_of_another_shape_is_left_alone():
+    text = "@triton_heuristics.user_autotune(configs=make(), custom_kernel=True)\n@triton.jit\n"
+    assert triton_lowering.fixed_config(text) == text
 
 
 def test_known_accesses_replace_the_analysis_only_meanwhile():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -124,16 +125,54 @@ def launch(
         warps, stages: launch options.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from torch._inductor import ir
 
     index = kernel_side_table.add_kernel(_with_options(kernel, warps, stages))
     with _known_accesses(arguments, written):
-        ir.UserDefinedTritonKernel(
+        _node_class()(
             kernel_idx=index,
             grid=[(grid, 1, 1)],
             tma_descriptor_metadata={},
             kernel_args=dict(arguments),
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _node_class() -> Any:
+    """Inductor's node of a user's Triton kernel, with the decorator of its own kernels.
+
+    A kernel under ``user_autotune`` is launched through Triton's launcher, which takes every
+    constant again at each launch; one under ``fixed_config`` through Inductor's static launcher,
+    which takes pointers and numbers only.
+    """
+    from torch._inductor import ir
+
+    class FixedTritonKernel(ir.UserDefinedTritonKernel):
+        def codegen(self, wrapper: Any) -> None:
+            define = wrapper.define_kernel
+
+            def define_fixed(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+                return define(name, fixed_config(body), *args, **kwargs)
+
+            wrapper.define_kernel = define_fixed
+            try:
+                super().codegen(wrapper)
+            finally:
+                wrapper.define_kernel = define
+
+    return FixedTritonKernel
+
+
+_USER_AUTOTUNE = re.compile(
+    r"@triton_heuristics\.user_autotune\(\s*configs=\[(\{[^{}]*\})\],(.*?)custom_kernel=True,\s*\)"
+    r"(?=\s*@triton\.jit)",
+    re.DOTALL,
+)
+
+
+def fixed_config(body: str) -> str:
+    """Generated source of one kernel with its one configuration fixed; where the text is not what
+    is expected, it is left as it is (slower to launch, no less right)."""
+    return _USER_AUTOTUNE.sub(r"@triton_heuristics.fixed_config(config=\1,\2)", body, count=1)
 
 
 @functools.lru_cache(maxsize=64)

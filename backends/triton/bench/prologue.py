@@ -224,14 +224,13 @@ def run(
     inductor: bool = True,
     cache_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
-    sets: int | None = 8,
+    sets: int | None = None,
     report: Callable[[str], None] | None = print,
 ) -> list[Row]:
     """Measure and check every shape; prints a line each through ``report``.
 
-    ``sets`` says how many buffer sets rotate: 8 as in docs/performance.md (calls that move a few
-    MB find part of their data in L2, as they do behind a matrix product); None for as many as
-    it takes to miss the L2 cache.
+    ``sets`` fixes how many buffer sets rotate; by default as many as it takes to miss the L2
+    cache. With 8, calls of a few MB find part of their data there.
 
     Raises:
         RuntimeError: there is no GPU.
