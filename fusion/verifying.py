@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from fusion.backend import decompositions, header, in_place
@@ -208,14 +209,18 @@ def _direct(gm: GraphModule, index: int) -> Callable[..., Any]:
     return compat.boxed(gm.forward)
 
 
+_Place = tuple[int, str, int]
+"""Graph, reader, and place among the reader's inputs."""
+
+
 class _Taps:
-    """Values that leave the fused sites, by graph and node name, from two runs."""
+    """Values that leave the fused sites, by graph and reader, from two runs."""
 
     def __init__(self) -> None:
-        self.fused: dict[tuple[int, str], Any] = {}
-        self.unfused: dict[tuple[int, str], Any] = {}
-        self._sites: list[tuple[Site, int, set[str]]] = []
-        self._wanted: set[tuple[int, str]] = set()
+        self.fused: dict[_Place, Any] = {}
+        self.unfused: dict[_Place, Any] = {}
+        self._sites: list[tuple[Site, int, list[tuple[str, int]]]] = []
+        self._wanted: dict[tuple[int, str], set[int]] = {}
 
     def observe(self, event: PassEvent) -> None:
         """Note, for each fused site, the surviving nodes that read what it made."""
@@ -225,11 +230,12 @@ class _Taps:
             if site.status not in ("fused", "partial"):
                 continue
             inside = {str(n["name"]) for n in site.nodes} - alive
-            readers = {n for n in event.before.users_of(inside) if n in alive}
-            self._sites.append((site, index, readers))
-            self._wanted |= {(index, name) for name in readers}
+            reads = [(n, i) for n, i in event.before.reads_of(inside) if n in alive]
+            self._sites.append((site, index, reads))
+            for name, place in reads:
+                self._wanted.setdefault((index, name), set()).add(place)
 
-    def tap(self, into: dict[tuple[int, str], Any]) -> Finish:
+    def tap(self, into: dict[_Place, Any]) -> Finish:
         """A finisher that interprets the functional graph and keeps the wanted values."""
         wanted = self._wanted
 
@@ -237,11 +243,14 @@ class _Taps:
             index = 0
 
             def run_node(self, n: Node) -> Any:
-                value = super().run_node(n)
-                key = (self.index, n.name)
-                if key in wanted:
-                    into[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                return value
+                if places := wanted.get((self.index, n.name)):
+                    read: list[Node] = []
+                    map_arg((n.args, n.kwargs), read.append)
+                    for place in places:
+                        value = self.env[read[place]]
+                        kept = value.clone() if isinstance(value, torch.Tensor) else value
+                        into[self.index, n.name, place] = kept
+                return super().run_node(n)
 
         def finish(gm: GraphModule, index: int) -> Callable[..., Any]:
             def run(*values: Any) -> Any:
@@ -256,11 +265,12 @@ class _Taps:
     def differences(self) -> list[tuple[Site, tuple[Difference, ...]]]:
         """Every fused site with the differences of its readers."""
         found = []
-        for site, index, names in self._sites:
-            pairs = [(n, self.fused.get((index, n)), self.unfused.get((index, n))) for n in names]
+        for site, index, reads in self._sites:
+            keys = [(index, name, place) for name, place in reads]
+            pairs = [(k[1], self.fused.get(k), self.unfused.get(k)) for k in keys]
             compared = tuple(
-                compare(name, a, b)
-                for name, a, b in sorted(pairs)
+                compare(f"read by {name}", a, b)
+                for name, a, b in pairs
                 if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
             )
             found.append((site, compared))

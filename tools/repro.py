@@ -117,9 +117,10 @@ def _script(old: Graph, new: Graph, site: Site, versions: Mapping[str, str | Non
     pairs = _pairs(before, after, removed, added)
     if not pairs:
         raise CommandError("nothing reads what the site makes; no repro was written")
+    gone, fresh = before.keys() - after.keys(), after.keys() - before.keys()
     regions = [
-        _closed([before[a] for a, _ in pairs], removed | _gone(before, after)),
-        _closed([after[b] for _, b in pairs], after.keys() - before.keys()),
+        _closed([before[a] for a, _ in pairs], gone | {a for a, _ in pairs}),
+        _closed([after[b] for _, b in pairs], fresh | {b for _, b in pairs}),
     ]
     needed = [n for region in regions for n in _inputs(region)]
     names = list(dict.fromkeys(n.name for n in needed))
@@ -139,10 +140,6 @@ def _script(old: Graph, new: Graph, site: Site, versions: Mapping[str, str | Non
     )
 
 
-def _gone(before: Mapping[str, Node], after: Mapping[str, Node]) -> set[str]:
-    return {n for n in before if n not in after}
-
-
 def _pairs(
     before: Mapping[str, Node], after: Mapping[str, Node], removed: set[str], added: set[str]
 ) -> list[tuple[str, str]]:
@@ -156,7 +153,9 @@ def _pairs(
             continue
         for old, new in zip(olds, news, strict=True):
             if old.name != new.name and (old.name in removed or new.name in added):
-                found[old.name, new.name] = None
+                # Of a call with several results, what is read is the reader's own value.
+                several = isinstance(old.meta.get("val"), (tuple, list))
+                found[(name, name) if several else (old.name, new.name)] = None
     return list(found)
 
 

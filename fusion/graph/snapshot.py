@@ -55,14 +55,17 @@ class Snapshot:
         """The names that the graph's nodes had."""
         return {entry[2] for entry in self._nodes}
 
-    def users_of(self, names: set[str]) -> set[str]:
-        """Names of the nodes, outside ``names``, that read a value of ``names``."""
-        found: set[str] = set()
+    def reads_of(self, names: set[str]) -> list[tuple[str, int]]:
+        """Who, outside ``names``, reads a value of ``names``: node and place among its inputs.
+
+        Places count the node arguments, positional before keyword, repeated ones each time.
+        """
+        found: list[tuple[str, int]] = []
         for _, _, name, _, args, kwargs, _, _ in self._nodes:
             read: list[Node] = []
             map_arg((args, kwargs), read.append)
-            if name not in names and any(n.name in names for n in read):
-                found.add(name)
+            if name not in names:
+                found += [(name, i) for i, n in enumerate(read) if n.name in names]
         return found
 
     def listing(self) -> dict[str, str]:
