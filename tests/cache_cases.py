@@ -307,6 +307,27 @@ def bad_mask(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor) -> Tensor:
     return kc.sum()
 
 
+def bad_bytes(k: Tensor, v: Tensor, c: Tensor, s: Tensor, ks: Tensor, vs: Tensor) -> Tensor:
+    """fp8 in a buffer of bytes: no strided view of the buffer has the right dtype."""
+    kc, vc = c.view(torch.float8_e4m3fn).unbind(0)
+    write(k, v, kc, vc, s, ks, vs)
+    return c.sum()
+
+
+def bad_bytes_rows(k: Tensor, v: Tensor, c: Tensor, s: Tensor, ks: Tensor, vs: Tensor) -> Tensor:
+    """The same by slots."""
+    top = torch.finfo(torch.float8_e4m3fn).max
+    for plane, x, scale in ((c[0], k, ks), (c[1], v, vs)):
+        q = (x.float() / scale).clamp(-top, top).to(torch.float8_e4m3fn)
+        plane.view(-1, HK, D)[s] = q.view(torch.uint8)
+    return c.sum()
+
+
+def _bytes() -> tuple[Any, ...]:
+    cache = torch.zeros(2, BLOCKS, PAGE, HK, D, dtype=torch.uint8)
+    return (*rows(), cache, slots(), torch.tensor(0.25), torch.tensor(3.0))
+
+
 _TOKENS_STATIC = ((0, 2), (1, 2))
 
 
@@ -388,6 +409,8 @@ BAD: tuple[Case, ...] = (
     Case(bad_roll, _static, 0, "match.cache-write"),
     Case(bad_unsaturated, _fp8, 0, "match.value"),
     Case(bad_mask, _flat, 0, "match.cache-write"),
+    Case(bad_bytes, _bytes, 0, "match.cache-view"),
+    Case(bad_bytes_rows, _bytes, 0, "match.cache-view"),
 )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fusion.match.cache_trace import Trace
 from fusion.match.cache_view import Region
 from fusion.match.cache_write import (
     OpRoles,
@@ -155,6 +158,31 @@ def test_first_wrapper_version() -> None:
         assert fact.key_plane.size == (BLOCKS, PAGE, HK, D)
 
 
+def test_a_graph_that_writes_in_place_is_told_so() -> None:
+    graph = torch.fx.Graph()
+    names = ("k", "v", "kc", "vc", "s")
+    args = tuple(graph.placeholder(n) for n in names)
+    for node, value in zip(args, next(c for c in cases.GOOD).make(), strict=True):
+        node.meta["val"] = value
+    graph.call_function(cases.write, args)
+    graph.output(())
+    (miss,) = find_cache_writes(graph)
+    assert isinstance(miss, Miss) and miss.reason.code == "match.cache-write"
+    assert "in place" in miss.reason.message
+
+
+def test_a_fused_operation_is_no_site_any_more() -> None:
+    def fn(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor, cos: Tensor) -> Tensor:
+        q, _ = torch.ops.fusion.rope_kv_cache(
+            k, k, v, cos, cos, None, kc, vc, s,
+            rotary_dim=D, rope_dtype=torch.float32, out_dtype=torch.float32,
+        )  # fmt: skip
+        return q
+
+    args = (*next(c for c in cases.GOOD).make(), cases.ints(T, D))
+    assert find_cache_writes(graph_of(fn, args).graph) == []
+
+
 def test_a_counter_and_a_mask_are_no_cache() -> None:
     def fn(x: Tensor, counter: Tensor, mask: Tensor, where: Tensor) -> Tensor:
         counter.add_(1)
@@ -273,3 +301,45 @@ def test_disjoint_regions() -> None:
     stacked = Region((2, 8, 4), (32, 4, 1), 0)
     first, second = stacked.select(0, 0), stacked.select(0, 1)
     assert first is not None and second is not None and first.disjoint(second)
+
+
+_VIEWS: tuple[Callable[[Tensor, random.Random], Tensor], ...] = (
+    lambda x, r: x.permute(r.sample(range(x.dim()), x.dim())),
+    lambda x, r: x.select(d := r.randrange(x.dim()), r.randrange(x.shape[d])),
+    lambda x, r: x.narrow(
+        d := r.randrange(x.dim()), b := r.randrange(x.shape[d]), r.randint(1, x.shape[d] - b)
+    ),
+    lambda x, r: x[(slice(None),) * r.randrange(x.dim()) + (slice(r.randrange(2), None, 2),)],
+    lambda x, r: x.unsqueeze(r.randint(0, x.dim())),
+    lambda x, r: x.flatten(d := r.randrange(x.dim()), r.randrange(d, x.dim())),
+    lambda x, r: x.unflatten(d := r.randrange(x.dim()), (2, -1) if x.shape[d] % 2 == 0 else (-1,)),
+    lambda x, r: r.choice(x.split(r.randint(1, 3), r.randrange(x.dim()))),
+    lambda x, r: r.choice(x.unbind(r.randrange(x.dim()))),
+    lambda x, r: x.transpose(r.randrange(x.dim()), r.randrange(x.dim())),
+    lambda x, r: x.squeeze(),
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_views_have_the_region_that_torch_gives_them(seed: int) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def fn(x: Tensor) -> Tensor:
+        rng = random.Random(seed)
+        for _ in range(rng.randint(1, 6)):
+            if x.dim() < 2 or 0 in x.shape:
+                break
+            x = rng.choice(_VIEWS)(x, rng)
+        return x
+
+    base = torch.empty_strided((4, 6, 4, 8), (400, 1, 48, 6))
+    graph = make_fx(fn, tracing_mode="fake")(base).graph
+    node = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    value = fn(base)
+    trace = Trace.of(graph)
+    if value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        assert node in trace.lost or node not in trace.states
+        return
+    region = trace.states[node].region
+    assert region.offset == value.storage_offset()
+    assert region.same(Region.of(value)) or value.numel() == 0

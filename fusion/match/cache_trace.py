@@ -77,15 +77,19 @@ class Trace:
     """Values cut from a buffer in a way no strides express: (base, node where it was lost)."""
     commits: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
     """Base to its ``copy_`` epilogue and the value copied."""
+    in_place: list[Node] = field(default_factory=list)
+    """Calls of registered ops that write without a functional wrapper."""
     position: dict[Node, int] = field(default_factory=dict)
     _parts: dict[Node, list[State | None]] = field(default_factory=dict)
     _showing: dict[tuple[Node, Version], list[Node]] = field(default_factory=dict)
     _roots: dict[tuple[Node, Version], Node] = field(default_factory=dict)
 
+    ops: frozenset[str] = frozenset()
+
     @classmethod
-    def of(cls, graph: Graph) -> Trace:
-        """Trace a graph; one pass over its nodes."""
-        trace = cls(graph)
+    def of(cls, graph: Graph, ops: frozenset[str] = frozenset()) -> Trace:
+        """Trace a graph, one pass over its nodes; ``ops`` are names of registered writing ops."""
+        trace = cls(graph, ops=ops)
         for i, node in enumerate(graph.nodes):
             trace.position[node] = i
             trace._visit(node)
@@ -140,6 +144,8 @@ class Trace:
             # The value of `copy(old, new)` is `new`; what it overwrites is not read.
             first = node.args[1]  # type: ignore[assignment]
             state = self.states.get(first) if first is not None else None
+        if name in self.ops:
+            self.in_place.append(node)
         if first is not None and first in self.lost and _passes_on(node, name):
             self.lost[node] = self.lost[first]
             return
@@ -213,7 +219,14 @@ class Trace:
             for r in regions
         ]
 
-    def _write(self, node: Node, state: State, kind: str, argument: str | None = None) -> State:
+    def _write(
+        self,
+        node: Node,
+        state: State,
+        kind: str,
+        argument: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
         write = RawWrite(
             len(self.writes),
             kind,
@@ -221,7 +234,7 @@ class Trace:
             state.base,
             state.version,
             state.region,
-            node.meta["val"].dtype if argument is None else _dtype(state.base),
+            node.meta["val"].dtype if dtype is None else dtype,
             (state.region, *state.above),
             argument,
         )
@@ -275,7 +288,7 @@ class Trace:
             self._read(node, [source])
             return
         if state is not None:
-            self._write(node, state, "opaque", "")
+            self._write(node, state, "opaque", "", _dtype(state.base))
         self._read(node, [n for n in node.all_input_nodes if n is not target])
 
     def _functionalized(self, node: Node) -> None:
@@ -312,7 +325,7 @@ class Trace:
                 region=state.region if region is None else region,
                 above=(state.region, *state.above),
             )
-            write = self._write(node, seen, kind, name)
+            write = self._write(node, seen, kind, name, _dtype(bases[view.base_index]))
             old = fresh[view.base_index]
             assert old is not None
             version = old.version | write.version

@@ -77,7 +77,7 @@ def register_cache_write(name: str, roles: OpRoles) -> None:
 
 def find_cache_writes(graph: Graph) -> list[CacheWrite | Miss]:
     """All KV-cache writes of a graph in graph order, each a fact or a reason why not."""
-    trace = Trace.of(graph)
+    trace = Trace.of(graph, frozenset(_OPS))
     found: list[tuple[int, CacheWrite | Miss]] = []
     rows: list[Rows] = []
     ops: dict[Node, dict[str, RawWrite]] = {}
@@ -109,6 +109,7 @@ def find_cache_writes(graph: Graph) -> list[CacheWrite | Miss]:
             position = trace.position[second.write.node]
             found.append((position, _join(trace, key, value, "rows")))
     found += _misses_of_epilogue(trace)
+    found += [(trace.position[node], _not_functional(node)) for node in trace.in_place]
     return [fact for _, fact in sorted(found, key=lambda item: item[0])]
 
 
@@ -177,7 +178,8 @@ def _read_op(trace: Trace, node: Node, writes: dict[str, RawWrite]) -> CacheWrit
     name = op._schema.name if hasattr(op, "_schema") else str(op)
     roles = _OPS.get(name)
     if roles is None:
-        if not any(_like_cache(w) for w in writes.values()):
+        # A fused operation of ours is no site any more: the pass may run twice.
+        if name.startswith("fusion::") or not any(_like_cache(w) for w in writes.values()):
             return None
         reason = Reason(
             "match.cache-write", f"{name} changes a buffer in a way nobody registered",
@@ -229,6 +231,15 @@ def _join(
         start = row.write.before - writes
         if before.setdefault(row.write.base, start) != start:
             return _between(row.write.node, "another write stands between those of K and V")
+    for row in (key, value):
+        whole_dtype = row.write.base.meta["val"].dtype
+        if row.write.dtype != whole_dtype or not row.write.dtype.is_floating_point:
+            reason = Reason(
+                "match.cache-view", "the cache is bytes that are written as another dtype",
+                have=str(whole_dtype), need="a buffer of the dtype that is stored",
+                node=row.write.base.name,
+            )  # fmt: skip
+            return Miss(reason, row.write.node, 1)
     roots: dict[Node, Node] = {}
     for base, version in before.items():
         root = trace.root(base, version)
@@ -348,6 +359,14 @@ def _blocked(trace: Trace, base: Node, mine: frozenset[int], anchor: Node) -> Mi
 
 def _between(node: Node, message: str) -> Miss:
     return Miss(Reason("safety.cache-read-between", message, node=node.name), node, 2)
+
+
+def _not_functional(node: Node) -> Miss:
+    reason = Reason(
+        "match.cache-write", f"{cv.op_name(node)} writes in place: the graph is not functional",
+        need="a graph after AOTAutograd's functionalisation", node=node.name,
+    )  # fmt: skip
+    return Miss(reason, node)
 
 
 def _misses_of_epilogue(trace: Trace) -> list[tuple[int, Miss]]:
