@@ -125,8 +125,8 @@ def table(traced: Traced, rope: Rope, table: RopeTable) -> torch.Tensor:
         rows = traced.values[table.positions].reshape(-1)
         value = value[rows]
     else:
-        sizes = [traced.values[rope.out.node].shape[d] for d in rope.out.order]
-        tokens = sizes[: rope.out.token_dims]
+        sizes = [traced.values[rope.x.node].shape[d] for d in rope.x.order]
+        tokens = sizes[: rope.x.token_dims]
         dim = table.roles.index("dim")
         roles = [r for r in table.roles if isinstance(r, int)]
         kept = [i for i, r in enumerate(table.roles) if isinstance(r, int)]

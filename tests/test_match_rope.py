@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusion.match.facts import Miss, Rope
+from fusion.match.rope import read_rope
 from tests.match_graphs import trace
 from tests.rope_spellings import (
     HALF,
@@ -261,6 +263,41 @@ def test_gathered_tables(form: str, shape: tuple[int, ...]) -> None:
         assert entry.positions is not None
         assert entry.positions.name == "arg2_1"
         assert entry.columns == (16 * half, 16 * half + 16)
+
+
+def test_cos_and_sin_by_different_positions_are_given_per_token() -> None:
+    """The fused op has one argument for positions."""
+    torch.manual_seed(0)
+
+    def fn(x: Any, cache: Any, at: Any, other: Any) -> Any:
+        c, s = cache[at][:, None, :16], cache[other][:, None, 16:]
+        return by_chunks(x, c, s)
+
+    at = torch.randint(0, 20, (2, S))
+    rope = read(trace(fn, value(S, H, 32), torch.randn(20, 32), at[0], at[1]), "thd")
+    assert rope.cos.positions is None
+    assert rope.sin.positions is None
+
+
+def test_tables_index_the_token_dims_of_x() -> None:
+    """Dimensions of size 1 may differ between x and the result; other differences are refused."""
+
+    def ones(x: Any, c: Any, s: Any) -> Any:
+        return with_rotate_half(x.view(1, S, 1, H, 32), c[:, None, None], s[:, None, None])
+
+    fact = read_rope(trace(ones, value(S, H, 32), *tables(32)).view("abshd"))
+    assert isinstance(fact, Rope)
+    assert fact.x.token_sizes == fact.out.token_sizes
+
+    def split(x: Any, c: Any, s: Any) -> Any:
+        a, b = x[..., :16].view(B, S, H, 16), x[..., 16:].view(B, S, H, 16)
+        c, s = c[:, None], s[:, None]
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    traced = trace(split, value(B * S, H, 32), *tables(32))
+    fact = read_rope(traced.view("bshd"))
+    assert isinstance(fact, Miss)
+    assert fact.reason.code == "match.token-order"
 
 
 def test_positions_shared_by_sequences_fall_back_to_per_token_tables() -> None:

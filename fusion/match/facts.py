@@ -45,7 +45,7 @@ class RopeTable:
     """The cos or sin operand of a rope.
 
     Per token (``positions is None``): ``node`` broadcasts over heads; ``roles[i]`` says what
-    dimension ``i`` of the node follows: an integer (index into the rope's token dimensions),
+    dimension ``i`` of the node follows: an integer (index into ``Rope.x``'s token dimensions),
     ``"dim"`` (the rotated dimension) or None (size 1). As a table: ``node`` is
     ``[max_pos, width]`` and ``positions`` a node holding one integer per token.
     ``columns`` is the half-open range of the node's dim axis that the rope reads, and

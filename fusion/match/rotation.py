@@ -9,7 +9,6 @@ the graph spells it: rotate_half, chunks, strided slices, stacks, complex produc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from fusion.graph.elements import (
-    Array,
     Index,
     Labels,
     Ref,
@@ -31,12 +29,12 @@ from fusion.graph.elements import (
     shape_of,
 )
 from fusion.graph.foreign import is_inner
-from fusion.match.facts import Miss, Rope, RopeTable, TokenView
+from fusion.match.facts import Miss, Rope, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.near import not_a_rope
+from fusion.match.pairs import Factor, Pair, along_dim, by_tokens_of, find_tables
 from fusion.match.products import REAL, Piece, Term, pieces_of
-from fusion.match.table import gathered, halved, read_table
-from fusion.match.trail import Hop, Trail, assemble, between, common, trails
+from fusion.match.trail import Trail, assemble, between, common, trails
 from fusion.match.views import Frame, frame_of, view_at
 from fusion.reason import Reason
 
@@ -84,24 +82,6 @@ def settle(view: TokenView, seen: set[Node]) -> TokenView:
         if candidate is not None and dtype_of(node) == dtype_of(view.node):
             best = candidate
     return best
-
-
-@dataclass(frozen=True, eq=False)
-class _Factor:
-    """One term of a rotated piece: x at the chosen node, the table's trail, the term's sign."""
-
-    x: Hop
-    table: Trail
-    sign: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """A rotated piece as its own-position term and its partner term."""
-
-    labels: Labels
-    own: _Factor
-    partner: _Factor
 
 
 class _Reading:
@@ -213,8 +193,8 @@ class _Reading:
         style, rotary = self._style(pairs, x)
         x = _slide(x, told[0][0][0], self.frame)
         rope_dtype = self._dtypes(out, x, told)
-        cos = self._table(pairs, style, rotary, partner=False)
-        sin = self._table(pairs, style, rotary, partner=True)
+        cos, sin = find_tables(self.frame, self.labels, pairs, style, rotary)
+        cos, sin = (by_tokens_of(x, out, table) for table in (cos, sin))
         boundary = [x.node]
         for table in (cos, sin):
             boundary += [table.node] if table.positions is None else [table.node, table.positions]
@@ -230,22 +210,22 @@ class _Reading:
             nodes=between(out.node, boundary, seen),
         )
 
-    def _pair(self, piece: Piece, splits: tuple[_Split, _Split], x_node: Node) -> _Pair:
+    def _pair(self, piece: Piece, splits: tuple[_Split, _Split], x_node: Node) -> Pair:
         """The piece's terms, the one that reads its own position first."""
-        factors: list[_Factor] = []
+        factors: list[Factor] = []
         own: list[bool] = []
         size = shape_of(x_node)
         frame = self.frame
         for term, (x, table) in zip(piece.terms, splits, strict=True):
             hop = x.at(x_node)
             assert hop is not None  # x_node is common to all trails
-            factors.append(_Factor(hop, table, term.sign))
+            factors.append(Factor(hop, table, term.sign))
             dims = piece.labels[frame.dim_axis]
             own.append(
                 any(
                     n % frame.dim == 0
                     and not (depends(a) & set(range(frame.head_axis)))
-                    and bool((a % frame.dim == _along_dim(dims, frame)).all())
+                    and bool((a % frame.dim == along_dim(dims, frame)).all())
                     for n, a in zip(size, map(collapse, hop.ref.index), strict=True)
                     if n > 1
                 )
@@ -257,9 +237,9 @@ class _Reading:
             raise No("match.rope-style", message, piece.terms[0].node, 3)
         if own[1]:
             factors.reverse()
-        return _Pair(piece.labels, *factors)
+        return Pair(piece.labels, *factors)
 
-    def _style(self, pairs: list[_Pair], x: TokenView) -> tuple[str, int]:
+    def _style(self, pairs: list[Pair], x: TokenView) -> tuple[str, int]:
         """Half-split or interleaved, and how many elements rotate."""
         frame = self.frame
         at = x.order[-1]
@@ -327,51 +307,9 @@ class _Reading:
                 raise No("match.dtype", "the result is rounded twice", out.node, 5)
         return rope_dtype
 
-    # --- tables ---------------------------------------------------------------------------------
-
-    def _table(self, pairs: list[_Pair], style: str, rotary: int, *, partner: bool) -> RopeTable:
-        """cos (the own terms' table) or sin (the partners'): the farthest node that is one."""
-        factors = [p.partner if partner else p.own for p in pairs]
-        labels = (*self.labels[:-1], np.arange(rotary))
-        wrong: Node | None = None
-        for node in reversed(common([f.table for f in factors], inner=True)):
-            hops = [h for f in factors if (h := f.table.at(node)) is not None]
-            parts = {h.ref.part for h in hops}
-            boxes = [(p.labels, h.ref.index) for p, h in zip(pairs, hops, strict=True)]
-            index = assemble(boxes, labels)
-            if index is None or len(parts) != 1:
-                continue
-            table = read_table(self.frame, node, index, labels, style, parts.pop())
-            if table is None:
-                continue
-            for pair, factor, hop in zip(pairs, factors, hops, strict=True):
-                sign = factor.sign * factor.x.sign * hop.sign
-                dims = pair.labels[self.frame.dim_axis]
-                minus = (dims < rotary // 2) if style == "half" else dims % 2 == 0
-                want = np.where(minus & partner, -1, 1)
-                if not (want == sign).all():
-                    wrong = node
-                    break
-            else:
-                table = gathered(halved(table, self.frame, style), self.frame)
-                if not is_inner(table.node):
-                    return table
-        name = "sin" if partner else "cos"
-        node = factors[0].table.hops[0].ref.node
-        if wrong is not None:
-            raise No("match.rope-sign", f"{name} enters with the other sign", wrong, 6)
-        op = next((o for f in factors if (o := opaque_node(f.table.end.ref.node))), None)
-        if op is not None and len({f.table.end.ref.node for f in factors}) > 1:
-            raise opaque(op, 5)
-        raise No("match.rope-table", f"{name} does not follow one token and one dim each", node, 5)
-
 
 def _varies(ref: Ref, axis: int) -> bool:
     return any(axis in depends(collapse(i)) for i in ref.index)
-
-
-def _along_dim(dims: Array, frame: Frame) -> Array:
-    return dims.reshape((1,) * frame.dim_axis + (-1,))
 
 
 def _tableness(x: Trail) -> int:

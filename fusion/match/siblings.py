@@ -340,7 +340,7 @@ def _entries(rope: Rope, table: RopeTable, labels: Labels) -> Ref:
     """The entry of a per-token table for (flat token, rotated element)."""
     left = along(labels[0], 0, 2)
     positions: list[Array] = []
-    for size in reversed(rope.out.token_sizes):
+    for size in reversed(rope.x.token_sizes):
         positions.append(left % _int(size))
         left = left // _int(size)
     positions.reverse()

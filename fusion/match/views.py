@@ -149,6 +149,11 @@ def view_at(
     dim = along(labels[dim_axis], dim_axis, frame.rank)
     token = frame.token_number(labels)
     lead, middle, last = groups["t"] + groups["th"], groups["h"], groups["hd"] + groups["d"]
+    if frame.heads == 1 and not middle and not groups["th"] and len(lead) > len(frame.sizes):
+        # One head: a dimension of size 1 that the tokens do not need is the head's.
+        spare = [d for d in lead if not depends(index[d]) and shape[d] == 1]
+        middle = spare[-1:]
+        lead = [d for d in lead if d not in middle]
     if len(groups["th"]) > 1 or (groups["th"] and (middle or groups["hd"])):
         return None
     if len(middle) > 1 or len(last) != 1 or (groups["hd"] and middle):
