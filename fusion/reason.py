@@ -322,5 +322,20 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "safety.output": ("a value inside the chain is an output of the graph", "see the node"),
 }
 
+_BUILTIN |= {
+    "scope.causal": (
+        "the call is causal, which any paged kernel serves",
+        "nothing to do",
+    ),
+    "scope.not-paged": (
+        "the attention does not read a paged cache",
+        "nothing to do, or read the cache with fusion.ops.paged_attention",
+    ),
+    "scope.single-query": (
+        "there is one query token per sequence, for which causality means nothing",
+        "nothing to do",
+    ),
+}
+
 for _code, (_meaning, _remedy) in _BUILTIN.items():
     register_code(_code, _meaning, _remedy)
