@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import fusion.ops as ops
 from fusion.backends import reference
 from fusion.layout import KVCacheLayout, split_kv_cache
-from tests.ops_cases import BLOCK, DV, HK, HQ, NORM, ROPE, D, arguments, filled_cache
+from fusion.ops import registration
+from tests.ops_cases import BLOCK, DV, HK, NORM, ROPE, D, arguments, filled_cache
 
 BLOCKS = 50  # cache sizes stand out from every other size
 
@@ -24,7 +26,10 @@ def compiled_code(
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         out, codes = run_and_get_code(torch.compile(f, dynamic=dynamic, fullgraph=True), *args)
     return out, "\n".join(codes)
 
@@ -56,12 +61,7 @@ def prologue(q: Tensor, k: Tensor, v: Tensor, wq: Tensor, wk: Tensor, cos: Tenso
 
 
 def operands(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    a = arguments("qk_norm_rope_kv_cache", min(tokens, 12))
-    if tokens > 12:
-        q = torch.randn(tokens, HQ, D)
-        rest = [torch.randn(tokens, HK, D), torch.randn(tokens, HK, DV)]
-        tables = [torch.randn(tokens, 8), torch.randn(tokens, 8)]
-        return [x.to(dtype) for x in (q, *rest, a["q_weight"], a["k_weight"], *tables)]
+    a = arguments("qk_norm_rope_kv_cache", tokens)
     names = ("query", "key", "value", "q_weight", "k_weight", "cos", "sin")
     return [a[n].to(dtype) for n in names]
 
@@ -72,12 +72,17 @@ def some_slots(tokens: int) -> Tensor:
     return slots
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_halves_of_one_input_static(dtype: torch.dtype) -> None:
+# From 16 rows on narrow caches are written another way (put_rows).
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 5), (torch.bfloat16, 20)])
+def test_packed_halves_of_one_input_static(dtype: torch.dtype, tokens: int) -> None:
     (base,), _, _ = filled_cache(KVCacheLayout.PACKED, BLOCKS, dtype)
-    x, slots = operands(5, dtype), some_slots(5)
+    x, slots = operands(tokens, dtype), some_slots(tokens)
     other, start = base.clone(), base.clone()
-    (q, k), code = compiled_code(lambda *a: prologue(*a, dtype), *x, base, slots)
+
+    def f(*a: Tensor) -> tuple[Tensor, Tensor]:
+        return prologue(*a, dtype)
+
+    (q, k), code = compiled_code(f, *x, base, slots)
     native(code)
     no_cache_sized_buffer(code, base)
     wq, wk = prologue(*x, other, slots, dtype)
@@ -93,6 +98,11 @@ def test_packed_halves_of_one_input_static(dtype: torch.dtype) -> None:
     untouched[written] = False
     old = start.transpose(1, 2).flatten(0, 1)
     assert torch.equal(raw(rows[untouched]), raw(old[untouched]))
+    # All padding: what is there is written back, NaNs of every kind included.
+    raw(base[0]).copy_(torch.randint(0, 256, raw(base[0]).shape))
+    start = base.clone()
+    torch.compile(f, dynamic=False, fullgraph=True)(*x, base, torch.full_like(slots, -1))
+    assert torch.equal(raw(base), raw(start))
 
 
 def test_dynamic_tokens_one_graph_module_buffers_and_all_padding() -> None:
@@ -131,15 +141,19 @@ def test_dynamic_tokens_one_graph_module_buffers_and_all_padding() -> None:
     assert frames.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
-def test_fp8_rope_and_table_shuffled_and_plain_write_in_one_graph(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), [(torch.float8_e4m3fn, 20), (torch.float8_e4m3fnuz, 5)]
+)
+def test_fp8_rope_and_table_shuffled_and_plain_write_in_one_graph(
+    dtype: torch.dtype, tokens: int
+) -> None:
     parts, _, _ = filled_cache(KVCacheLayout.HND, BLOCKS, dtype)
     shape_k, shape_v = (4, HK, D // 16, 16, 16), (4, HK, 1, DV, 16)
     sk, sv = torch.randn(shape_k).to(dtype), torch.randn(shape_v).to(dtype)
-    a = arguments("rope_kv_cache", 5, table=True)
+    a = arguments("rope_kv_cache", tokens, table=True)
     ks, vs = torch.tensor(0.25), torch.tensor(3.0)
     a["value"] = a["value"] * 900  # saturates
-    slots, short = some_slots(5), torch.tensor([3, -1, 0])
+    slots, short = some_slots(tokens), torch.tensor([3, -1, 0])
 
     def f(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, *c: Tensor
@@ -206,3 +220,45 @@ def test_layers_in_a_row_readers_between_and_an_opaque_call() -> None:
     no_cache_sized_buffer(code, stack)
     torch.testing.assert_close(got, f(*x, mine, slots, *rest), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(stack, mine, rtol=1e-5, atol=1e-5)
+
+
+def test_compile_caches_see_a_change_of_the_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    a = arguments("kv_cache_write", 1)
+
+    def compile_once() -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda **kw: ops.kv_cache_write(**kw), fullgraph=True)(**a)
+        hits = (
+            counters["inductor"]["fxgraph_cache_hit"]
+            + counters["aot_autograd"]["autograd_cache_hit"]
+        )
+        return min(hits, 1), counters["inductor"]["fxgraph_cache_miss"]
+
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={}):
+        assert compile_once() == (0, 1)
+        assert compile_once() == (1, 0)
+        monkeypatch.setattr(registration, "fingerprint", lambda: "sources were edited")
+        assert compile_once() == (0, 1)
+        monkeypatch.undo()
+
+
+def test_a_named_kernel_survives_every_way_down() -> None:
+    # `kernel` as a keyword is what Inductor's own fallback cannot take.
+    a = arguments("paged_attention")
+    names = [n for n in a if isinstance(a[n], Tensor)]
+    rest = {n: v for n, v in a.items() if n not in names}
+
+    def f(*t: Tensor) -> Tensor:
+        kw = dict(zip(names, t, strict=True))
+        return ops.paged_attention(**kw, **rest, kernel="reference")
+
+    args = [a[n] for n in names]
+    got, code = compiled_code(f, *args)
+    assert "torch.ops.fusion.paged_attention.opaque" in code
+    assert torch.equal(got, f(*args))

@@ -74,31 +74,28 @@ def _lower(op: str, values: Mapping[str, Any], fakes: Mapping[str, Any]) -> Any:
 def _write(rows: tuple[Any, Any], values: Mapping[str, Any], fakes: Mapping[str, Any]) -> None:
     """The copy into both caches; ``rows`` as :func:`rows_to_store` gives them, but IR."""
     layout, fake_slots = fakes["kv_layout"], fakes["slot_mapping"]
-
-    def redirect(slots: Any) -> tuple[Any, ...]:
-        def function(x: Tensor) -> tuple[Tensor, ...]:
-            to = redirect_padding(x)
-            return to.source, to.slot, to.any_valid
-
-        made: tuple[Any, ...] = inline(function, [slots], [fake_slots], "redirect")
-        return made
-
-    source, slot, any_valid = once(values["slot_mapping"], "redirect", redirect)
     for name, index_of, dims, data in (
         ("key_cache", key_index, (0, 3, 1, 2, 4), rows[0]),
         ("value_cache", value_index, (0, 2, 4, 1, 3), rows[1]),
     ):
         cache, fake = values[name], fakes[name]
 
-        def index(c: Tensor, s: Tensor, index_of: Any = index_of) -> Any:
-            return index_of(c, s.to(torch.int64), layout)
+        def plan(slots: Tensor, cache: Tensor, index_of: Any = index_of) -> tuple[Tensor, ...]:
+            to = redirect_padding(slots)
+            return to.source, to.any_valid, *index_of(cache, to.slot, layout)
 
-        where_to = inline(index, [cache, slot], [fake, fake_slots], (name, layout))
+        def make(slots: Any, cache: Any = cache, fake: Any = fake, plan: Any = plan) -> Any:
+            return inline(plan, [slots, cache], [fake_slots, fake])
+
+        # The index depends on the cache's block size and on nothing else of it.
+        sizes = tuple(str(s) for s in (fake.shape[1:2] if layout == "NHD" else fake.shape[2:]))
+        shuffled = (name, layout) if layout == "SHUFFLE" else layout
+        source, any_valid, *index = once(values["slot_mapping"], (shuffled, sizes), make)
         if layout == "SHUFFLE":  # key_view and value_view, on IR
             from torch._inductor.lowering import lowerings
 
             cache = lowerings[torch.ops.aten.permute.default](cache, dims)
-        put_rows(cache, where_to, data, source, any_valid)
+        put_rows(cache, index, data, source, any_valid)
 
 
 def _functional(op: str, a: dict[str, Any]) -> tuple[Any, Any]:

@@ -70,6 +70,22 @@ def install(force: bool = False) -> None:
         _installed.add(overload)
 
 
+def stamp_caches(fingerprint: str) -> None:
+    """Makes Inductor's and AOTAutograd's compile caches tell states of fusion apart.
+
+    Compiled code contains what the lowerings made, but a cache key only the operation's name.
+    Inductor has a table for that, whose values are part of every key. Does nothing where Inductor's
+    configuration is not imported: then nothing is being compiled.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    table = getattr(config, "unsafe_marked_cacheable_functions", None)
+    if table is not None and table.get(_STAMP) != fingerprint:
+        config.unsafe_marked_cacheable_functions = {**table, _STAMP: fingerprint}
+
+
+_STAMP = "torch.ops.fusion"
+
+
 def _dispatcher(overload: Any, opaque_overload: Any, choose: Choose) -> Lowering:
     def lower(*args: Any, **kwargs: Any) -> Any:
         fake_args, fake_kwargs = examples()
@@ -268,7 +284,7 @@ def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any, any_valid:
         source: int64 IR ``[N]``, 0 to T - 1.
         any_valid: bool IR, 0-dim.
     """
-    from torch._inductor import lowering
+    from torch._inductor import ir, lowering
 
     private: Any = lowering
     lowerings, aten = private.lowerings, torch.ops.aten
@@ -276,12 +292,33 @@ def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any, any_valid:
     first = [lowerings[aten.slice.Tensor](i, 0, 0, 1) for i in index]
     held = lowerings[aten.index.Tensor](view, first)
     picked = lowerings[aten._unsafe_index.Tensor](rows, [source])
-    # Inductor computes in float32 whatever is narrower, which changes NaNs: choose among integers.
-    integer = {1: torch.uint8, 2: torch.int16}.get(dtype.itemsize, dtype)
-    chosen = lowerings[aten.where.self](
-        any_valid,
-        lowerings[aten.view.dtype](picked, integer),
-        lowerings[aten.view.dtype](held, integer),
-    )
-    values = lowerings[aten.view.dtype](chosen, dtype)
+    if dtype.itemsize >= 4:
+        values = lowerings[aten.where.self](any_valid, picked, held)
+    elif _expected(source.get_size()[0]) < _MANY_ROWS:
+        # Inductor computes in float32 whatever is narrower, which changes NaNs: choose among
+        # integers. That loop is not vectorised.
+        integer = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+        bits = [lowerings[aten.view.dtype](x, integer) for x in (picked, held)]
+        chosen = lowerings[aten.where.self](any_valid, *bits)
+        values = lowerings[aten.view.dtype](chosen, dtype)
+    else:
+        # Copy rows and what is held into one buffer and choose by index: vectorised copies.
+        tokens = rows.get_size()[0]
+        table = ir.TensorBox(ir.ConcatKernel.create([rows, held], 0))
+        last = lowerings[aten.full.default]([], tokens, dtype=torch.int64, device=view.get_device())
+        chosen = lowerings[aten.where.self](any_valid, source, last)
+        values = lowerings[aten._unsafe_index.Tensor](table, [chosen])
     private.index_put_impl_(view, list(index), values, False, check=True, may_realize=False)
+
+
+_MANY_ROWS = 16
+"""From so many rows on, a further buffer costs less than a loop that is not vectorised."""
+
+
+def _expected(size: Any) -> int:
+    """The size, or the example size where it is symbolic; adds no guard."""
+    from torch._inductor.virtualized import V
+
+    sizes: Any = V.graph.sizevars
+    hint = getattr(sizes, "optimization_hint", None) or sizes.size_hint
+    return int(hint(size, fallback=_MANY_ROWS))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion.config import Config
+from fusion.fingerprint import digest_of, environment, package_sources
 from fusion.kernel import Kernel, KernelCall, TensorSpec
-from fusion.selection import NoKernelError, find, select
+from fusion.selection import NoKernelError, find, kernels, preference, select
 from fusion.target import Target
 
 
@@ -74,11 +77,18 @@ def choose(op: str, arguments: Mapping[str, Any]) -> Kernel:
     return kernel
 
 
+def fingerprint() -> str:
+    """What compiled code depends on beside its graph: sources, switches, machine, kernels."""
+    return _fingerprint(environment())
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(switches: tuple[tuple[str, str], ...]) -> str:
+    offered = [(k.op, k.name, k.backend, repr(k.requires)) for k in kernels()]
+    return digest_of((package_sources(), switches, repr(Target.current()), offered))
+
+
 def _preferring(call: KernelCall, name: str) -> KernelCall:
     """The same call with the named kernel first in the table, then the usual ones."""
-    from dataclasses import replace
-
-    from fusion.selection import preference
-
     rest = tuple(n for n in preference(call) if n != name)
     return replace(call, config=call.config.replace(kernels=(name, *rest)))

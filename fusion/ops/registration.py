@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fusion.graph.dispatch import below_autograd
-from fusion.graph.lowerings import install, offer
+from fusion.graph.lowerings import install, offer, stamp_caches
 from fusion.ops.checks import check
-from fusion.ops.dispatch import choose
+from fusion.ops.dispatch import choose, fingerprint
 from fusion.ops.schema import NAMESPACE, SCHEMAS, Signature, opaque_schema
 
 # Inductor must hand over exactly the strides that the gate saw when the kernel was chosen.
@@ -70,6 +70,7 @@ def _implement(name: str, overload: Any, signature: Signature) -> None:
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         install()
+        stamp_caches(fingerprint())
         arguments = signature.bind(args, kwargs)
         check(op, arguments)
         return _empty_results(op, arguments)
