@@ -17,6 +17,8 @@ from torch.fx import Graph, Node
 from fusion.graph.operands import PlaneLike, SlotsLike, TableLike, TokenViewLike
 from fusion.graph.sizes import Sizes
 from fusion.graph.transaction import Transaction
+from fusion.graph.values import known
+from fusion.reason import Reason
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -27,18 +29,17 @@ class EmitError(ValueError):
     """An operand cannot be brought into the form that the operation wants."""
 
 
+class SurgeryError(Exception):
+    """A rewrite was refused or failed; the graph is as it was. ``reason`` says why."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def latest(nodes: Iterable[Node]) -> Node:
     """The last of some nodes in graph order."""
     return max(nodes)
-
-
-def known(condition: Any) -> bool:
-    """Whether a condition on sizes holds for certain; adds no guard."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return bool(statically_known_true(condition))
 
 
 class Emitter:

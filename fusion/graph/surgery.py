@@ -13,17 +13,16 @@ outputs of the new call), so facts about later writes to the same buffer stay va
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node
 
-from fusion.graph import functional
+from fusion.graph.call import Caller
 from fusion.graph.compat import fake_mode_of, shape_env_of
-from fusion.graph.emit import EmitError, Emitter, known, latest
+from fusion.graph.emit import EmitError, Emitter, SurgeryError, latest
 from fusion.graph.inplace import decompose_mutations
 from fusion.graph.operands import (
     PlaneLike,
@@ -33,21 +32,21 @@ from fusion.graph.operands import (
     WriteLike,
     kind_of,
 )
+from fusion.graph.refusals import refuse_cycle, refuse_old_readers, refuse_side_effects
 from fusion.graph.sizes import NoSuchSize, Sizes
 from fusion.graph.transaction import Transaction
+from fusion.graph.values import (
+    all_equal,
+    is_view,
+    plain,
+    same_geometry,
+    same_strides,
+)
 from fusion.reason import Reason
 
 __all__ = ["Rewritten", "SurgeryError", "decompose_mutations", "rewrite"]
 
 aten = torch.ops.aten
-
-
-class SurgeryError(Exception):
-    """A rewrite was refused or failed; the graph is as it was. ``reason`` says why."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,10 @@ class Rewritten:
 
 
 class _Site:
-    """State that the sites of one graph share."""
+    """State that the sites of one graph share. Pickled or copied with a graph it becomes None."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def __init__(self, graph: Graph) -> None:
         self.sizes = Sizes(graph)
@@ -69,7 +71,12 @@ class _Site:
         self.shape_env = shape_env_of(graph)
 
 
-_SITES: WeakKeyDictionary[Graph, _Site] = WeakKeyDictionary()
+def _site_of(graph: Graph) -> _Site:
+    """Kept on the graph, so that it goes when the graph goes."""
+    site: _Site | None = graph.__dict__.get("_fusion_site")
+    if site is None:
+        site = graph.__dict__["_fusion_site"] = _Site(graph)
+    return site
 
 
 def rewrite(
@@ -95,9 +102,7 @@ def rewrite(
     Raises :class:`SurgeryError`; then the graph is unchanged. ``watch`` is called with a text
     before every change, for tests that inject failures.
     """
-    site = _SITES.get(graph)
-    if site is None:
-        site = _SITES[graph] = _Site(graph)
+    site = _site_of(graph)
     if anchor is None and write is not None:
         anchor = write.anchor
     transaction = Transaction(graph, watch)
@@ -165,7 +170,7 @@ class _Surgeon:
         """Everything up to, and not including, erasing; returns the new call."""
         self._values = {node: node.meta.get("val") for node in self.replaced}
         sources = self._sources()
-        self._refuse_cycle(sources)
+        refuse_cycle(sources, self.replaced)
         values = {
             name: self._operand(name, given)
             for name, given in self.operands.items()
@@ -180,11 +185,15 @@ class _Surgeon:
         before = latest(behind).next
         while before.op == "placeholder":
             before = before.next
-        self._refuse_impure(before)
-        call, returns, contents = self._call(values, before)
+        refuse_side_effects(self.replaced, before)
+        planes = {n: g for n, g in self.operands.items() if kind_of(g) is PlaneLike}
+        bases = self.write.bases if self.write is not None else None
+        call, returns, contents = Caller(self.emit, self.op, bases).call(values, planes, before)
         keep: dict[Node, Node] = {}
         for index, views in self.outputs.items():
-            got = self._item(call, index, before) if returns != 1 or self._wraps() else call
+            got = (
+                self._item(call, index, before) if returns != 1 or self.write is not None else call
+            )
             for view in views:
                 new = self._shaped(got, view, before)
                 keep[view.node] = new
@@ -233,110 +242,6 @@ class _Surgeon:
             return self.emit.positions(given, self.tokens)
         return given
 
-    # The call
-
-    def _wraps(self) -> bool:
-        return self.write is not None
-
-    def _call(
-        self, values: dict[str, Any], before: Node
-    ) -> tuple[Node, int, tuple[torch.Tensor, ...]]:
-        planes = {n: g for n, g in self.operands.items() if kind_of(g) is PlaneLike}
-        kwargs = dict(values)
-        for name, value in kwargs.items():
-            if isinstance(value, torch.SymInt):
-                kwargs[name] = self.emit.size(value, before)
-        kwargs = self._with_defaults(kwargs, planes)
-        returns = self._returns(kwargs, planes)
-        if self.write is None:
-            args, rest = self._positional(kwargs)
-            call = self.emit.call(self.op, args, rest, before=before, value=returns)
-            return call, len(self.op._schema.returns), ()
-        bases = list(self.write.bases)
-        for name, plane in planes.items():
-            kwargs |= self._view_arguments(name, plane, bases, before)
-        kwargs["_all_bases"] = bases
-        contents = tuple(self._like(b) for b in bases)
-        outs = returns if isinstance(returns, tuple) else (returns,)
-        call = self.emit.call(
-            functional.AUTO_FUNCTIONALIZED_V2,
-            (self.op,),
-            kwargs,
-            before=before,
-            value=(*outs, *contents),
-        )
-        return call, functional.returns_count(self.op), contents
-
-    def _with_defaults(self, kwargs: dict[str, Any], planes: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments in schema order, each given explicitly, as torch writes its wrappers."""
-        out: dict[str, Any] = {}
-        known_names = set()
-        for argument in self.op._schema.arguments:
-            known_names.add(argument.name)
-            if argument.name in planes:
-                continue
-            if argument.name in kwargs:
-                out[argument.name] = kwargs[argument.name]
-            elif argument.has_default_value():
-                out[argument.name] = argument.default_value
-            else:
-                raise EmitError(f"{self.op} needs {argument.name}")
-        unknown = set(kwargs) - known_names
-        if unknown:
-            raise EmitError(f"{self.op} has no argument {', '.join(sorted(unknown))}")
-        return out
-
-    def _positional(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, rest = [], {}
-        for argument in self.op._schema.arguments:
-            if argument.kwarg_only:
-                rest[argument.name] = kwargs[argument.name]
-            else:
-                args.append(kwargs[argument.name])
-        return tuple(args), rest
-
-    def _returns(self, kwargs: dict[str, Any], planes: Mapping[str, PlaneLike]) -> Any:
-        """Metadata of the returns: the op's own fake implementation, on caches of that shape."""
-        given = dict(kwargs)
-        with self.emit.fake(), torch.no_grad():
-            for name, plane in planes.items():
-                device = plane.base.meta["val"].device
-                given[name] = torch.empty_strided(
-                    _plain(plane.size), _plain(plane.stride), dtype=plane.dtype, device=device
-                )
-        if not any(a.alias_info is not None for a in self.op._schema.arguments) or planes:
-            return self.emit.evaluate(self.op, (), given)
-        raise EmitError(f"{self.op} writes an argument that is not a cache")
-
-    def _view_arguments(
-        self, name: str, plane: PlaneLike, bases: list[Node], before: Node
-    ) -> dict[str, Any]:
-        base = plane.base.meta["val"]
-        if base.dtype != plane.dtype:
-            raise SurgeryError(
-                Reason(
-                    "match.cache-view",
-                    "the cache is written as another dtype than its buffer has",
-                    have=str(base.dtype), need=str(plane.dtype), node=plane.base.name,
-                )
-            )  # fmt: skip
-        view: dict[str, Any] = {f"_{name}_base_index": bases.index(plane.base)}
-        same = _all_equal(plane.size, base.shape) and _all_equal(plane.stride, base.stride())
-        if same and known(plane.storage_offset == base.storage_offset()):
-            return view
-        view[f"_{name}_size"] = tuple(self.emit.size(s, before) for s in plane.size)
-        view[f"_{name}_stride"] = tuple(self.emit.size(s, before) for s in plane.stride)
-        view[f"_{name}_storage_offset"] = self.emit.size(plane.storage_offset, before)
-        return view
-
-    def _like(self, base: Node) -> torch.Tensor:
-        """Metadata of a new content: same geometry, a storage of its own."""
-        value = base.meta["val"]
-        with self.emit.fake(), torch.no_grad():
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-
     def _item(self, call: Node, index: int, before: Node) -> Node:
         value = call.meta["val"][index]
         return self.emit.call(operator.getitem, (call, index), before=before, value=value)
@@ -347,7 +252,7 @@ class _Surgeon:
         """A return in the shape, dtype and strides of the value that it replaces."""
         new = self.emit.untoken(got, view, before)
         old, value = view.node.meta["val"], new.meta["val"]
-        if old.dtype != value.dtype or not _all_equal(old.shape, value.shape):
+        if old.dtype != value.dtype or not all_equal(old.shape, value.shape):
             raise SurgeryError(
                 Reason(
                     "internal.error", "the result does not look like the value it replaces",
@@ -355,9 +260,9 @@ class _Surgeon:
                     need=f"{old.dtype}{list(old.shape)}", node=view.node.name,
                 )
             )  # fmt: skip
-        if not _same_strides(old, value):
+        if not same_strides(old, value):
             new = self._restride(new, old, before)
-        if _same_strides(old, new.meta["val"]):
+        if same_strides(old, new.meta["val"]):
             # The old metadata keeps telling which later values are views of this one.
             new.meta["val"] = old
         return new
@@ -390,7 +295,7 @@ class _Surgeon:
         for index, node in main.items():
             self._orphans += node.all_input_nodes
             self.change.set_call(node, operator.getitem, (call, returns + index), "getitem")
-            if not _same_geometry(node.meta["val"], contents[index]):
+            if not same_geometry(node.meta["val"], contents[index]):
                 self.change.set_meta(node, {**node.meta, "val": contents[index]})
             keep[node] = node
         for node, index in write.results.items():
@@ -421,7 +326,7 @@ class _Surgeon:
         # Made behind the content node, which is put in its place by `_order`.
         with self.emit.fake(), torch.no_grad():
             value = torch.as_strided(
-                contents[index], _plain(region.size), _plain(region.stride), region.offset
+                contents[index], plain(region.size), plain(region.stride), region.offset
             )
         args = (main[index], size, stride, offset)
         return self.emit.call(aten.as_strided.default, args, before=before, value=value)
@@ -433,47 +338,6 @@ class _Surgeon:
         if self.write is None:
             return frozenset()
         return self.write.nodes - set(self._main.values())
-
-    def _refuse_cycle(self, sources: Iterable[Node]) -> None:
-        """No operand may need a value that the call will give."""
-        replaced = set(self.replaced)
-        if not replaced:
-            return
-        first = min(replaced)
-        seen: set[Node] = set()
-        work = list(sources)
-        while work:
-            node = work.pop()
-            if node in seen or node < first:
-                continue
-            seen.add(node)
-            if node in replaced:
-                raise SurgeryError(
-                    Reason(
-                        "safety.cycle",
-                        "an operand of the fused operation depends on its result",
-                        node=node.name,
-                    )
-                )
-            work += node.all_input_nodes
-
-    def _refuse_impure(self, before: Node) -> None:
-        """Nothing with a side effect may stand where values are moved."""
-        if not self.replaced:
-            return
-        node = min(self.replaced)
-        while node is not before and node < before:
-            if node.op == "call_function" and not functional.is_auto_functionalized(node):
-                schema = getattr(node.target, "_schema", None)
-                if schema is not None and schema.is_mutable:
-                    raise SurgeryError(
-                        Reason(
-                            "safety.mutation",
-                            "a buffer is changed in place inside the chain",
-                            have=str(node.target), node=node.name,
-                        )
-                    )  # fmt: skip
-            node = node.next
 
     def _order(self, call: Node) -> None:
         """Move what depends on the new values behind them, keeping its order."""
@@ -506,7 +370,7 @@ class _Surgeon:
         work = [new for old, new in keep.items() if self._values[old] is not new.meta["val"]]
         while work:
             for user in work.pop().users:
-                if user in created or user in dying or not _is_view(user):
+                if user in created or user in dying or not is_view(user):
                     continue
                 value = self.emit.evaluate(user.target, user.args, dict(user.kwargs))
                 self.change.set_meta(user, {**user.meta, "val": value})
@@ -529,71 +393,4 @@ class _Surgeon:
             if left:
                 raise RuntimeError(f"{left[0].name} still reads {old.name}")
         if self.write is not None:
-            self._verify_readers(call, self.write)
-
-    def _verify_readers(self, call: Node, write: WriteLike) -> None:
-        """Nobody may read an old content behind the call: it would cost a copy of the cache."""
-        dying = set(self._dying)
-        for base in write.bases:
-            work = [base]
-            while work:
-                node = work.pop()
-                for user in node.users:
-                    if user is call or user in dying or not call < user:
-                        if user is not call and user not in dying and _is_view(user):
-                            work.append(user)
-                        continue
-                    if _copies_to(user, base) or _is_size(user):
-                        continue
-                    if _is_view(user):
-                        work.append(user)
-                        continue
-                    raise SurgeryError(
-                        Reason(
-                            "safety.cache-read-between",
-                            "the content before the write is read after it",
-                            node=user.name,
-                        )
-                    )
-
-
-def _plain(sizes: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(s.meta["val"] if isinstance(s, Node) else s for s in sizes)
-
-
-def _all_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
-
-
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal strides, dimensions of size one aside."""
-    return all(
-        known(n == 1) or known(s == t)
-        for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
-    )
-
-
-def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, strides and storage offset."""
-    same = _all_equal(a.shape, b.shape) and _same_strides(a, b)
-    return same and known(a.storage_offset() == b.storage_offset())
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, Node) and _is_view(source)
-    if schema is None or schema.is_mutable or not schema.arguments:
-        return False
-    return schema.arguments[0].alias_info is not None
-
-
-def _is_size(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith("aten::sym_")
-
-
-def _copies_to(node: Node, base: Node) -> bool:
-    """Whether the node is the epilogue that stores a new content in its buffer."""
-    return node.target is aten.copy_.default and node.args[0] is base and node.args[1] is not base
+            refuse_old_readers(call, self.write.bases, dying)
