@@ -54,10 +54,10 @@ class DenseLayout:
     def look(self, call: KernelCall) -> Outcome:
         """See :class:`fusion.requires.Condition`."""
         declared, origin = call.config.kv_layout_switch()
-        if call.kv_layout != "NHD":
+        if declared not in (None, "dense"):
+            have = str(declared).upper()
+        elif call.kv_layout != "NHD":
             have, origin = call.kv_layout, "call"
-        elif declared not in (None, "dense"):
-            have = str(declared)
         else:
             wrong = [
                 f"{name} of {s.ndim} dimensions"
