@@ -122,6 +122,27 @@ def test_one_head_each() -> None:
     assert only(find_query_ropes(traced.graph, k)).x.node.name == "arg0_1"
 
 
+@pytest.mark.parametrize("table_first", [False, True])
+def test_one_key_head_and_a_packed_table(table_first: bool) -> None:
+    """With one head x and cos|sin are told apart by their use, not by their place."""
+
+    def fn(q: Any, k: Any, packed: Any) -> Any:
+        c, s = packed[:, None].chunk(2, -1)
+
+        def turn(x: Any) -> Any:
+            a, b = x.chunk(2, -1)
+            if table_first:
+                return torch.cat((c * a - s * b, c * b + s * a), -1)
+            return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+        return turn(q), turn(k)
+
+    traced = trace(fn, value(7, HQ, D), value(7, 1, D), value(7, D))
+    k = key(traced, 1, "thd")
+    assert (k.x.node.name, k.cos.node.name) == ("arg1_1", "arg2_1")
+    assert only(find_query_ropes(traced.graph, k)).x.node.name == "arg0_1"
+
+
 def test_query_and_key_rotated_as_one_value() -> None:
     def fn(q: Any, k: Any, c: Any, s: Any) -> Any:
         both = with_rotate_half(torch.cat((q, k), 1), c, s)

@@ -26,7 +26,7 @@ from fusion.graph.elements import (
     shape_of,
     value_of,
 )
-from fusion.graph.foreign import is_inner, register_op
+from fusion.graph.foreign import is_inner, owner, register_op
 from fusion.match.facts import Miss, RMSNorm, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.norm_form import FormReader, Normed, per_head
@@ -81,7 +81,7 @@ def read_norm(view: TokenView) -> RMSNorm | Miss:
     except No as no:
         return no.miss
     except Unreadable as error:
-        node = error.node or view.node
+        node = owner(error.node or view.node)
         return Miss(Reason("match.norm-form", str(error), node=node.name), node, 0)
 
 

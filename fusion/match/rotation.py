@@ -28,13 +28,13 @@ from fusion.graph.elements import (
     op_name,
     shape_of,
 )
-from fusion.graph.foreign import is_inner
+from fusion.graph.foreign import is_inner, owner
 from fusion.match.facts import Miss, Rope, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.near import not_a_rope
 from fusion.match.pairs import Factor, Pair, along_dim, by_tokens_of, find_tables
 from fusion.match.products import REAL, Piece, Term, pieces_of
-from fusion.match.trail import Trail, assemble, between, common, trails
+from fusion.match.trail import Trail, assemble, between, common, holders, trails
 from fusion.match.views import Frame, frame_of, view_at
 from fusion.reason import Reason
 
@@ -55,7 +55,7 @@ def read_rope(view: TokenView) -> Rope | Miss:
     except No as no:
         return no.miss
     except Unreadable as error:
-        node = error.node or view.node
+        node = owner(error.node or view.node)
         return Miss(Reason("match.rope-form", str(error), node=node.name), node, 0)
 
 
@@ -133,7 +133,7 @@ class _Reading:
         if all(len(p.labels[axis]) > 1 for p in self.rotated):
             return [[(self._by_head(p.terms[0]), self._by_head(p.terms[1])) for p in self.rotated]]
         # One head (or one at a time): nothing varies with it. x is a source of every term.
-        options: list[tuple[int, int, list[tuple[_Split, _Split]]]] = []
+        options: list[tuple[tuple[int, int], int, list[tuple[_Split, _Split]]]] = []
         for first in self.rotated[0].terms[0].factors:
             for node in first.nodes():
                 pairs = [[self._by_node(t, node) for t in p.terms] for p in self.rotated]
@@ -312,15 +312,20 @@ def _varies(ref: Ref, axis: int) -> bool:
     return any(axis in depends(collapse(i)) for i in ref.index)
 
 
-def _tableness(x: Trail) -> int:
-    """Smaller where x looks less like a table (with one head the product commutes)."""
+def _tableness(x: Trail) -> tuple[int, int]:
+    """Smaller where x looks less like a table (with one head the product commutes).
+
+    Tables are cosines, sines or gathered; where that does not tell, tables enter more products,
+    because other ropes use them too.
+    """
     node = x.end.ref.node
-    name = op_name(node)
+    names = [op_name(node), *(op_name(n) for n in node.all_input_nodes)]
     gathers = ("aten.index.", "aten.index_select.", "aten.embedding.", "aten.gather.")
-    if name.startswith(("aten.cos.", "aten.sin.", *gathers)):
-        return 2
-    trig = any(op_name(n).startswith(("aten.cos.", "aten.sin.")) for n in node.all_input_nodes)
-    return 1 if trig else 0
+    looks = names[0].startswith(gathers)
+    looks = looks or any(n.startswith(("aten.cos.", "aten.sin.")) for n in names)
+    held = holders(frozenset({node}))
+    products = {u for n in held for u in n.users if op_name(u) == "aten.mul.Tensor"}
+    return int(looks), len(products)
 
 
 def _slide(x: TokenView, trail: Trail, frame: Frame) -> TokenView:

@@ -23,7 +23,6 @@ from fusion.graph.elements import (
     along,
     cast_source,
     dtype_of,
-    exact_cast,
     op_name,
     same_size,
     sample,
@@ -36,6 +35,7 @@ from fusion.graph.moves import is_move
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
 from fusion.match.rotation import read_rope
 from fusion.match.table import entries, same_elements
+from fusion.match.trail import holders, keeps_elements
 from fusion.match.views import dim_view, product
 from fusion.reason import Reason
 
@@ -102,7 +102,7 @@ class RopeFinder:
         """
         if is_registered(node):
             return True
-        behind = _forward(frozenset({key.out.node}))
+        behind = holders(frozenset({key.out.node}))
         return any(n not in behind and n not in key.nodes for n in _results(node, self._order))
 
     def _tables(self, key: Rope) -> tuple[dict[Node, int], dict[int, list[Node]]]:
@@ -110,8 +110,8 @@ class RopeFinder:
         ends = frozenset().union(*(_ends(t) for t in (key.cos, key.sin)))
         known = self._levels.get(ends)
         if known is None:
-            held = _forward(ends)
-            given = held | _forward(frozenset({key.cos.node, key.sin.node}))
+            held = holders(ends)
+            given = held | holders(frozenset({key.cos.node, key.sin.node}))
             levels: dict[Node, int] = {}
             products: dict[int, list[Node]] = {}
             for node in self.graph.nodes:
@@ -183,14 +183,14 @@ def _still(node: Node) -> Node:
 def _ends(table: RopeTable) -> frozenset[Node]:
     """Where a table's elements are computed (the gathers, for a table with positions)."""
     if table.positions is not None:
-        users = _forward(frozenset({table.node}))
+        users = holders(frozenset({table.node}))
         return frozenset(u for n in users for u in n.users if op_name(u) in _GATHERS)
     ends: set[Node] = set()
     seen = {table.node}
     todo = [table.node]
     while todo:
         node = todo.pop()
-        if is_move(node) or _is_exact(node):
+        if is_move(node) or keeps_elements(node):
             for source in node.all_input_nodes:
                 if source not in seen and isinstance(value_of(source), (torch.Tensor, tuple, list)):
                     seen.add(source)
@@ -198,25 +198,6 @@ def _ends(table: RopeTable) -> frozenset[Node]:
         else:
             ends.add(node)
     return frozenset(ends)
-
-
-def _is_exact(node: Node) -> bool:
-    if op_name(node) == "aten.neg.default":
-        return True
-    source = cast_source(node)
-    return source is not None and exact_cast(dtype_of(source), dtype_of(node))
-
-
-def _forward(ends: frozenset[Node]) -> set[Node]:
-    """All nodes that hold the elements of ``ends``, moved, negated or cast up."""
-    held = set(ends)
-    todo = list(ends)
-    while todo:
-        for user in todo.pop().users:
-            if user not in held and (is_move(user) or _is_exact(user)):
-                held.add(user)
-                todo.append(user)
-    return held
 
 
 def _results(node: Node, order: dict[Node, int]) -> list[Node]:

@@ -241,4 +241,5 @@ def _same_trail(x: Trail, y: Trail, depth: int) -> bool:
 
 def _operands(ref: Ref) -> Iterator[object]:
     for argument in arguments(ref.node).values():
-        yield operand(ref, argument) if isinstance(argument, Node) else argument
+        tensor = isinstance(argument, Node) and isinstance(value_of(argument), torch.Tensor)
+        yield operand(ref, argument) if tensor else argument

@@ -22,7 +22,7 @@ from fusion.graph.elements import (
     operand,
 )
 from fusion.graph.foreign import is_inner, owner
-from fusion.graph.moves import movement, step
+from fusion.graph.moves import is_move, movement, step
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,3 +188,23 @@ def between(out: Node, boundary: Iterable[Node], seen: set[Node]) -> frozenset[N
         inside.add(node)
         todo += [n for n in node.all_input_nodes if n in seen]
     return frozenset(inside)
+
+
+def keeps_elements(node: Node) -> bool:
+    """Whether a node only flips signs or casts without loss."""
+    if op_name(node) == "aten.neg.default":
+        return True
+    source = cast_source(node)
+    return source is not None and exact_cast(dtype_of(source), dtype_of(node))
+
+
+def holders(ends: frozenset[Node]) -> set[Node]:
+    """All nodes that hold the elements of ``ends``, moved, negated or cast up."""
+    held = set(ends)
+    todo = list(ends)
+    while todo:
+        for user in todo.pop().users:
+            if user not in held and (is_move(user) or keeps_elements(user)):
+                held.add(user)
+                todo.append(user)
+    return held
