@@ -39,13 +39,12 @@ def paged(name: str, layers: int = 1) -> Any:
 # Models whose layers are not all alike need two; AOTAutograd is run on one of each kind.
 TWO_LAYERS = ("gemma2", "gemma3", "glm4_moe", "gpt_oss", "lfm2")
 WITH_AOT = ("gemma3", "gpt_oss", "lfm2", "qwen3")
-# What differs for Dynamo: experts, softcap, interleaved rope with a table of positions.
-ALSO = ("qwen3_moe", "gemma2", "gptj")
 
 
+# The other models are compiled in test_transformers_fused.py.
 @pytest.mark.parametrize(
     "name",
-    [n if n in WITH_AOT + ALSO else pytest.param(n, marks=pytest.mark.slow) for n in models.NAMES],
+    [n if n in WITH_AOT else pytest.param(n, marks=pytest.mark.slow) for n in models.NAMES],
 )
 def test_compiled_tokens_equal_eager_transformers(name: str) -> None:
     model = paged(name, layers=2 if name in TWO_LAYERS else 1)
