@@ -261,3 +261,27 @@ def test_the_graph_is_not_touched(registered: None) -> None:
     chains(traced)
     assert str(traced.graph) == before
     assert [set(n.meta) for n in traced.graph.nodes] == metas
+
+
+def test_a_triton_kernel_in_the_middle_is_named() -> None:
+    """A user-defined Triton kernel is a higher-order operator: opaque."""
+    import operator
+
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    from tests.match_graphs import view_of
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(
+        triton_kernel_wrapper_functional, (), {"kernel_idx": 0, "kwargs": {"x": x}}
+    )
+    y = graph.call_function(operator.getitem, (call, "x"))
+    for node in (x, y):
+        node.meta["val"] = torch.empty(T, HK, D)
+    call.meta["val"] = {"x": y.meta["val"]}
+    graph.output(y)
+    fact = read_rope(view_of(y, "thd"))
+    assert isinstance(fact, Miss)
+    assert fact.reason.code == "match.opaque-op"
+    assert fact.reason.node == call.name

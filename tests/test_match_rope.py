@@ -10,7 +10,7 @@ import torch
 
 from fusion.match.facts import Miss, Rope
 from fusion.match.rope import read_rope
-from tests.match_graphs import trace
+from tests.match_graphs import compiled, trace
 from tests.rope_spellings import (
     HALF,
     INTERLEAVED,
@@ -405,3 +405,42 @@ def test_addcmul_rounds_once_and_is_refused() -> None:
         traced = trace(fn, value(B, H, S, 32, dtype=dtype), *tables(32, dtype), plain=True)
         miss = refused(traced, "match.rope-form")
         assert miss.node is traced.result()
+
+
+# --- symbolic sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 32])
+def test_marked_dynamic_tokens(tokens: int) -> None:
+    """The example token count equals the heads (4) or the head size (32): no matter."""
+
+    def fn(qkv: Any, cache: Any, at: Any) -> Any:
+        k = qkv.view(-1, 12, 32)[:, 4:8]
+        c, s = cache[at].unsqueeze(-2).chunk(2, -1)
+        return head_of(k, by_chunks, 16, c, s)
+
+    torch.manual_seed(0)
+    qkv, at = torch.randn(tokens, 12 * 32), torch.randint(0, 20, (tokens,))
+    for x in (qkv, at):
+        torch._dynamo.mark_dynamic(x, 0)
+    traced = compiled(fn, qkv, torch.randn(20, 16), at)
+    rope = read(traced, "thd")
+    assert isinstance(rope.out.tokens, torch.SymInt)
+    assert isinstance(rope.x.token_sizes[0], torch.SymInt)
+    assert (rope.x.heads, rope.x.dim, rope.rotary_dim) == (4, 32, 16)
+    assert rope.cos.positions is not None
+
+
+def test_symbolic_heads_or_dims_are_refused() -> None:
+    """A head count that only happens to be 4 is no head count."""
+
+    def fn(k: Any, c: Any, s: Any) -> Any:
+        return with_rotate_half(k, c, s)
+
+    k = value(6, 4, S, 32)
+    torch._dynamo.mark_dynamic(k, 1)
+    traced = compiled(fn, k, *tables(32))
+    view = traced.view("bhsd")
+    fact = read_rope(view)
+    assert isinstance(fact, Miss)
+    assert "symbolic" in fact.reason.message
