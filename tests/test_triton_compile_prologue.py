@@ -173,8 +173,11 @@ def test_hot_path_moves_wide_words():
     """The halves of a head go as 8-byte words (4 bf16), v, cos and sin as 16-byte ones."""
     made = compile_for("sm_90", call(), BF16, tiles.choose(32, 8, 128, 1), static=True)
     loads = re.findall(r"ld\.global[\w:.]*?\.((?:v\d\.)?b\d+) ", made.asm["ptx"])
-    # q and k: two halves of x and of the weight each, cos and sin each; v; position, slot, slot
-    assert sorted(loads) == ["b64"] * 3 + ["v2.b32"] * 8 + ["v4.b32"] * 5
+    # q and k: two halves of x and of the weight each, cos and sin each; v. Positions and slots are
+    # 8-byte scalars, which Triton 3.6 loads once for each register.
+    assert loads.count("v2.b32") == 8
+    assert loads.count("v4.b32") == 5
+    assert set(loads) == {"v2.b32", "v4.b32", "b64"}
     assert "bar.sync" not in made.asm["ptx"]
 
 
