@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn, longest: int = 90) -> Problem:
 
 
 @given(problems())
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_equals_the_oracle(problem: Problem) -> None:
     problem.check(paged_attention)
 
@@ -78,7 +78,7 @@ def test_equals_the_oracle_deep(problem: Problem) -> None:
 
 
 @given(problems(), st.sampled_from([16, 32]), st.sampled_from([16, 32, 64]), st.integers(1, 7))
-@settings(max_examples=30)
+@settings(max_examples=18)
 def test_any_geometry_gives_the_same(problem: Problem, rows: int, keys: int, splits: int) -> None:
     blocks = -(-max([*problem.q_lens, 1]) * problem.q_heads // problem.kv_heads // rows)
     dims = [next_power_of_2(n) for n in (problem.dim, problem.dim_v or problem.dim)]
@@ -127,8 +127,8 @@ def test_lengths_and_tables_are_read_on_the_device() -> None:
 
 
 def test_same_bits_each_time() -> None:
-    geometry = Tiles(16, 16, 4, 2, 6, 1, 32, 32)
-    problem = Problem((4, 3), (300, 217), query_dtype=torch.bfloat16, softcap=5.0)
+    geometry = Tiles(16, 16, 4, 2, 3, 1, 32, 32)
+    problem = Problem((4, 3), (90, 57), query_dtype=torch.bfloat16, softcap=5.0)
     positional, keywords = problem.arguments()
     runs = [paged_attention(*positional, geometry=geometry, **keywords) for _ in range(3)]
     assert all(torch.equal(runs[0], other) for other in runs)
@@ -144,6 +144,4 @@ def test_all_fp8_codes_are_decoded_exactly() -> None:
             torch.zeros(1, 8, 32), key, value, torch.zeros(1, 1, dtype=torch.int32),
             torch.tensor([1]), torch.tensor([0, 1]), 1, 1, 1.0, False,
         )  # fmt: skip
-        torch.testing.assert_close(
-            out.flatten(), codes.float(), rtol=0, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(out.flatten(), codes.float(), rtol=0, atol=0, equal_nan=True)

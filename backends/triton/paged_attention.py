@@ -131,6 +131,7 @@ def paged_attention(
         itemsize=compute.itemsize,
         wide=compute == torch.float32,
         target=target,
+        shuffled=shuffled,
     )
 
     if query.stride(2) != 1:
@@ -205,6 +206,7 @@ def _describe(call: KernelCall) -> Mapping[str, Any]:
         itemsize=compute.itemsize,
         wide=compute == torch.float32,
         target=call.target,
+        shuffled=call.kv_layout == "SHUFFLE",
     )
     return {"tiles": str(geo), "launches": 2 if geo.splits > 1 else 1}
 

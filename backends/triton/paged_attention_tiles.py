@@ -95,6 +95,7 @@ def choose(
     itemsize: int,
     wide: bool,
     target: Target,
+    shuffled: bool = False,
 ) -> Tiles:
     """The launch geometry of one call.
 
@@ -107,6 +108,7 @@ def choose(
         itemsize: bytes of a cache element after decoding into shared memory.
         wide: arithmetic in float32 (float32 queries or caches).
         target: the chip.
+        shuffled: AITER's shuffled layout; its V needs more address registers.
 
     The reasoning, in order:
 
@@ -131,22 +133,24 @@ def choose(
     wgmma = target.vendor == "nvidia" and (target.capability or 0) >= 90
 
     if wide:
-        most = 32 if widest <= 128 else 16
+        most = 16
     elif widest <= 128:
-        most = 256 if wgmma else 128
+        most = 64 if shuffled else 256 if wgmma else 128
     else:
-        most = 64 if widest <= 256 else 32
+        most = 64 if widest <= 256 and not amd else 32
     if not wgmma:  # small blocks exist: use the smallest that holds all rows
         most = min(most, max(16, next_power_of_2(total_rows)))
     rows, splits = _rows_and_splits(total_rows, max(1, batch * kv_heads), max_seq_len, most)
 
     keys = 64 if widest <= 128 else 32 if widest <= 256 else 16
     if wide:
-        keys = 32 if widest <= 256 else 16
+        keys = 32 if widest <= 128 else 16
     elif rows == 128 and wgmma and max_seq_len >= LONG * splits:
         keys = 128
     warps = {16: 4, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
-    if widest > 128 and rows >= 32:
+    if widest > 128 and (wide or rows >= 32):
+        warps = 8
+    if shuffled and rows == 64:
         warps = 8
     stages = 2 if amd else 3
     # AMD keeps the query in registers and stages-1 tiles in LDS; NVIDIA all of it in shared memory
