@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion.graph.dispatch import below_autograd
 from fusion.graph.lowerings import install, offer, stamp_caches
 from fusion.ops.checks import check
-from fusion.ops.dispatch import choose, fingerprint
+from fusion.ops.dispatch import choose, fingerprint, resolve
 from fusion.ops.schema import NAMESPACE, SCHEMAS, Signature, opaque_schema
 
 # Inductor must hand over exactly the strides that the gate saw when the kernel was chosen.
@@ -63,8 +63,7 @@ def _implement(name: str, overload: Any, signature: Signature) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(args, kwargs)
-        check(op, arguments)
-        kernel = choose(op, arguments)
+        kernel = resolve(op, arguments)
         positional, keyword = SIGNATURES[op].split(arguments)
         return kernel.fn(*positional, **keyword)
 
