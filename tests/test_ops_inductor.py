@@ -15,6 +15,7 @@ import fusion.ops as ops
 from fusion.backends import reference
 from fusion.layout import KVCacheLayout, split_kv_cache
 from fusion.ops import registration
+from fusion.selection import NoKernelError
 from tests.ops_cases import BLOCK, DV, HK, NORM, ROPE, D, arguments, filled_cache
 
 BLOCKS = 50  # cache sizes stand out from every other size
@@ -262,3 +263,13 @@ def test_a_named_kernel_survives_every_way_down() -> None:
     got, code = compiled_code(f, *args)
     assert "torch.ops.fusion.paged_attention.opaque" in code
     assert torch.equal(got, f(*args))
+
+
+def test_a_kernel_that_does_not_exist_fails_the_call_and_not_the_compile() -> None:
+    a = arguments("kv_cache_write")
+
+    def f(**kw: Tensor) -> None:
+        ops.kv_cache_write(**kw, kernel="refrence")
+
+    with pytest.raises(NoKernelError, match=r"known: .*reference"):
+        torch.compile(f, fullgraph=True)(**a)
