@@ -476,7 +476,7 @@ def test_a_reader_of_the_old_content_behind_the_call_is_refused() -> None:
     query.append(reader)
     graph.lint()
     view = TokenView(query, (0, 1, 2), 1, (T,), T, HK, D)
-    table = next(n for n in graph.nodes if n.op == "placeholder")
+    table = fact.key.node
     before = _letter(graph)
     with pytest.raises(SurgeryError) as caught:
         rewrite(
@@ -493,6 +493,71 @@ def test_a_reader_of_the_old_content_behind_the_call_is_refused() -> None:
 def _probe_operands(write: CacheWrite) -> dict[str, Any]:
     found = _operands(write)
     return {k: v for k, v in found.items() if k not in ("k_scale", "v_scale", "kernel")}
+
+
+def test_an_operand_that_is_a_view_of_the_written_cache_is_refused() -> None:
+    """Rows copied from slots to slots: in place the call would read what it writes."""
+
+    def fn(k: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        flat = c.view(2, -1, HK, D)
+        flat[0][s] = flat[0, 3 : 3 + T]
+        flat[1][s] = k
+        return c.sum()
+
+    args = (cases.ints(T, HK, D), cases.old(2, BLOCKS, PAGE, HK, D), cases.slots())
+    gm = graph_of(fn, args)
+    (fact,) = find_cache_writes(gm.graph)
+    assert isinstance(fact, CacheWrite), fact
+    before = _letter(gm.graph)
+    with pytest.raises(SurgeryError) as caught:
+        rewrite(gm.graph, cases.write, _operands(fact), write=fact)
+    assert caught.value.reason.code == "safety.aliased-input"
+    assert _letter(gm.graph) == before
+
+
+def _functional(k: Tensor, v: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    """Written by hand in functional style: values that show a part of the new content."""
+    first = torch.ops.aten.index_put(c[0].reshape(-1, HK, D), [s], k)
+    c1 = torch.select_scatter(c, first.view(BLOCKS, PAGE, HK, D), 0, 0)
+    second = torch.ops.aten.index_put(c1[1].reshape(-1, HK, D), [s], v)
+    c2 = torch.select_scatter(c1, second.view(BLOCKS, PAGE, HK, D), 0, 1)
+    return first.sum(0), second[3:5] * 2, c2
+
+
+def test_values_that_show_a_part_of_the_new_content_are_cut_from_it() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    args = (*cases.rows(), cases.old(2, BLOCKS, PAGE, HK, D), cases.slots())
+    gm = make_fx(_functional, tracing_mode="fake")(*args)
+    expected = _functional(*args)
+    (fact,) = find_cache_writes(gm.graph)
+    assert isinstance(fact, CacheWrite), fact
+    assert len(fact.views) == 2  # type: ignore[attr-defined]
+    rewrite(gm.graph, cases.write, _operands(fact), write=fact)
+    gm.graph.lint()
+    gm.recompile()
+    assert not [n for n in gm.graph.nodes if "index_put" in n.name or "scatter" in n.name]
+    assert _same(gm(*args), expected)
+
+
+def test_a_permuted_whole_is_as_good_as_the_whole() -> None:
+    """No value has the base's own layout between the writes, and none at the end."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def fn(k: Tensor, v: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        t = c.permute(0, 2, 1, 3)
+        first = torch.ops.aten.index_put(t[..., :D], [s // PAGE, s % PAGE], k)
+        t = torch.slice_scatter(t, first, 3, 0, D)
+        second = torch.ops.aten.index_put(t[..., D:], [s // PAGE, s % PAGE], v)
+        return torch.slice_scatter(t, second, 3, D, 2 * D) * 3
+
+    args = (*cases.rows(), cases.old(BLOCKS, HK, PAGE, 2 * D), cases.slots())
+    gm = make_fx(fn, tracing_mode="fake")(*args)
+    expected = fn(*args)
+    _replace_writes(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    assert _same(gm(*args), expected)
 
 
 def test_a_result_of_another_dtype_is_refused() -> None:

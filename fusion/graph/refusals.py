@@ -58,3 +58,19 @@ def refuse_old_readers(call: Node, bases: Iterable[Node], dying: Set[Node]) -> N
                 elif call < user and not (copies_to(user, base) or is_size(user)):
                     text = "the content before the write is read after it"
                     raise SurgeryError(Reason("safety.cache-read-between", text, node=user.name))
+
+
+def refuse_aliases(inputs: Iterable[Node], bases: Iterable[Node]) -> None:
+    """No operand may be a view of a buffer that the call writes: it would read what it writes.
+
+    ``inputs`` are what the call reads besides the caches. (Graph inputs that alias each other
+    are no concern: AOTAutograd turns a written group of them into one input with views.)
+    """
+    written = set(bases)
+    for given in inputs:
+        node = given
+        while node not in written and is_view(node) and isinstance(node.args[0], Node):
+            node = node.args[0]
+        if node in written:
+            text = "an operand of the fused operation is a view of the cache that it writes"
+            raise SurgeryError(Reason("safety.aliased-input", text, node=given.name))

@@ -32,7 +32,12 @@ from fusion.graph.operands import (
     WriteLike,
     kind_of,
 )
-from fusion.graph.refusals import refuse_cycle, refuse_old_readers, refuse_side_effects
+from fusion.graph.refusals import (
+    refuse_aliases,
+    refuse_cycle,
+    refuse_old_readers,
+    refuse_side_effects,
+)
 from fusion.graph.sizes import NoSuchSize, Sizes
 from fusion.graph.transaction import Transaction
 from fusion.graph.values import (
@@ -177,6 +182,8 @@ class _Surgeon:
             if kind_of(given) is not PlaneLike  # reaches the call as a view of its base
         }
         inputs = [v for v in values.values() if isinstance(v, Node)]
+        if self.write is not None:
+            refuse_aliases(inputs, self.write.bases)
         behind = [*inputs, *sources]
         if self.write is not None:
             behind += [n for n in (self.write.anchor, *self.write.bases) if n is not None]

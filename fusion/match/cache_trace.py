@@ -23,6 +23,7 @@ Version = frozenset[int]
 """The writes (indices into :attr:`Trace.writes`) that a content includes."""
 
 _META_ONLY = {"aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset"}
+_IN_PLACE = {"aten::index_put_", "aten::index_copy_", "aten::scatter_"}
 _ROW_OPS = {"aten::index_put", "aten::_unsafe_index_put", "aten::index_copy", "aten::scatter"}
 
 
@@ -78,7 +79,7 @@ class Trace:
     commits: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
     """Base to its ``copy_`` epilogue and the value copied."""
     in_place: list[Node] = field(default_factory=list)
-    """Calls of registered ops that write without a functional wrapper."""
+    """Calls that write rows without functionalisation, which fusion does not read."""
     position: dict[Node, int] = field(default_factory=dict)
     _parts: dict[Node, list[State | None]] = field(default_factory=dict)
     _showing: dict[tuple[Node, Version], list[Node]] = field(default_factory=dict)
@@ -144,7 +145,7 @@ class Trace:
             # The value of `copy(old, new)` is `new`; what it overwrites is not read.
             first = node.args[1]  # type: ignore[assignment]
             state = self.states.get(first) if first is not None else None
-        if name in self.ops:
+        if name in self.ops or (state is not None and name in _IN_PLACE):
             self.in_place.append(node)
         if first is not None and first in self.lost and _passes_on(node, name):
             self.lost[node] = self.lost[first]

@@ -109,7 +109,10 @@ def find_cache_writes(graph: Graph) -> list[CacheWrite | Miss]:
             position = trace.position[second.write.node]
             found.append((position, _join(trace, key, value, "rows")))
     found += _misses_of_epilogue(trace)
-    found += [(trace.position[node], _not_functional(node)) for node in trace.in_place]
+    for node in trace.in_place:
+        given = node.all_input_nodes[0].meta.get("val") if node.args else None
+        if given is None or given.dim() >= 3:
+            found.append((trace.position[node], _not_functional(node)))
     return [fact for _, fact in sorted(found, key=lambda item: item[0])]
 
 
