@@ -69,7 +69,8 @@ def test_prologue(seed: int, version: str, arch: str, exact: bool) -> None:
 
 def test_both_answers_occurred() -> None:
     """The property would hold for a gate that refuses all, too; this one does not."""
-    test_prologue()
+    if not sum(answers.values()):  # run by itself
+        test_prologue()
     assert answers["accepted"] >= 20, answers
     assert answers["refused"] >= 20, answers
 
