@@ -326,27 +326,56 @@ def summary(rows: Sequence[dict[str, object]], read_tbs: float) -> list[str]:
     cases = [Case(**{k: r[k] for k in Case.__dataclass_fields__}) for r in rows]  # type: ignore
     pairs = list(zip(cases, rows, strict=True))
     thin = [(c, r) for c, r in pairs if c.group_rows <= 64]
-    lines = ["M <= 64 over 1 GB, of the read ceiling: " + mean(
-        [c.kv_bytes / r["us"] / 1e6 / read_tbs for c, r in thin if c.kv_bytes > 1e9])]
-    lines.append("M <= 64, 100 MB to 1 GB, of the paged-read floor: " + mean(
-        [r["floor"] / r["us"] for c, r in thin if 1e8 < c.kv_bytes <= 1e9]))
-    lines.append("M <= 64 under 100 MB, us over the floor: " + mean(
-        [r["us"] - r["floor"] for c, r in thin if c.kv_bytes <= 1e8]))
+    lines = [
+        "M <= 64 over 1 GB, of the read ceiling: "
+        + mean([c.kv_bytes / r["us"] / 1e6 / read_tbs for c, r in thin if c.kv_bytes > 1e9])
+    ]
+    lines.append(
+        "M <= 64, 100 MB to 1 GB, of the paged-read floor: "
+        + mean([r["floor"] / r["us"] for c, r in thin if 1e8 < c.kv_bytes <= 1e9])
+    )
+    lines.append(
+        "M <= 64 under 100 MB, us over the floor: "
+        + mean([r["us"] - r["floor"] for c, r in thin if c.kv_bytes <= 1e8])
+    )
     for m in (128, 256):
-        lines.append(f"M = {m} over 1 GB, TFLOP/s: " + mean(
-            [c.flops / r["us"] / 1e6 for c, r in pairs if c.group_rows == m and c.kv_bytes > 1e9]))
-        lines.append(f"M = {m}, 100 MB to 1 GB, TFLOP/s: " + mean(
-            [c.flops / r["us"] / 1e6 for c, r in pairs
-             if c.group_rows == m and 1e8 < c.kv_bytes <= 1e9]))
+        lines.append(
+            f"M = {m} over 1 GB, TFLOP/s: "
+            + mean(
+                [
+                    c.flops / r["us"] / 1e6
+                    for c, r in pairs
+                    if c.group_rows == m and c.kv_bytes > 1e9
+                ]
+            )
+        )
+        lines.append(
+            f"M = {m}, 100 MB to 1 GB, TFLOP/s: "
+            + mean(
+                [
+                    c.flops / r["us"] / 1e6
+                    for c, r in pairs
+                    if c.group_rows == m and 1e8 < c.kv_bytes <= 1e9
+                ]
+            )
+        )
     for peer in ("gather", "cudnn"):
         ratios = [r[peer] / r["us"] for _, r in pairs if r.get(peer)]
         if ratios:
-            lines.append(f"{peer} / ours: geometric mean {statistics.geometric_mean(ratios):.2f}, "
-                         f"worst {min(ratios):.2f}, {len(ratios)} cases")
-            lines += [f"  slower than {peer}: {c} {r['us']:.1f} against {r[peer]:.1f}"
-                      for c, r in pairs if r.get(peer) and r[peer] < r["us"]]
-    best = [min(r[p] for p in ("gather", "cudnn") if r.get(p)) / r["us"]
-            for _, r in pairs if r.get("gather") or r.get("cudnn")]
+            lines.append(
+                f"{peer} / ours: geometric mean {statistics.geometric_mean(ratios):.2f}, "
+                f"worst {min(ratios):.2f}, {len(ratios)} cases"
+            )
+            lines += [
+                f"  slower than {peer}: {c} {r['us']:.1f} against {r[peer]:.1f}"
+                for c, r in pairs
+                if r.get(peer) and r[peer] < r["us"]
+            ]
+    best = [
+        min(r[p] for p in ("gather", "cudnn") if r.get(p)) / r["us"]
+        for _, r in pairs
+        if r.get("gather") or r.get("cudnn")
+    ]
     if best:
         lines.append(f"best peer / ours: geometric mean {statistics.geometric_mean(best):.2f}")
     lines.append(f"largest relative error: {max(r['error'] for _, r in pairs):.2e}")

@@ -17,8 +17,14 @@ TRIED: dict[int, list[tuple[int, int, int, int]]] = {
     32: [(32, 64, 4, 3), (64, 64, 4, 3), (32, 64, 2, 3), (64, 128, 4, 2)],
     64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 32, 4, 4), (64, 128, 4, 2)],
     128: [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)],
-    256: [(256, 64, 16, 3), (256, 64, 8, 3), (256, 32, 8, 3), (128, 64, 8, 3), (128, 128, 8, 3),
-          (64, 64, 4, 3)],
+    256: [
+        (256, 64, 16, 3),
+        (256, 64, 8, 3),
+        (256, 32, 8, 3),
+        (128, 64, 8, 3),
+        (128, 128, 8, 3),
+        (64, 64, 4, 3),
+    ],
 }
 SHAPES = [(1, 1), (1, 8), (1, 32), (8, 1), (8, 8), (8, 32), (32, 1), (32, 8), (128, 8), (128, 1)]
 HEADS = [(32, 8, 4), (32, 8, 8), (32, 8, 16), (8, 1, 16), (64, 4, 16), (8, 1, 4), (64, 4, 8),
@@ -73,8 +79,13 @@ def sweep(out: Path, deadline: float, least_rows: int = 0) -> None:
                 print(case, geo, type(error).__name__, str(error)[:100])
         rule = times[0]
         times.sort(key=lambda pair: pair[0])
-        result.append({"case": str(case), "rule": rule[0], "times": [
-            (us, g.rows, g.keys, g.warps, g.stages, g.splits) for us, g in times]})
+        result.append(
+            {
+                "case": str(case),
+                "rule": rule[0],
+                "times": [(us, g.rows, g.keys, g.warps, g.stages, g.splits) for us, g in times],
+            }
+        )
         best = "  ".join(f"{us:.1f} {short(g)}" for us, g in times[:3])
         print(f"{case}: rule {rule[0]:.1f} {short(rule[1])} | {best}", flush=True)
     (out / "sweep.json").write_text(json.dumps(result))

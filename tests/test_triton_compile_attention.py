@@ -67,6 +67,7 @@ def compiled(
 ) -> tuple[tiles.Tiles, Any]:  # fmt: skip
     """Compile the main kernel as the launcher would for such a call."""
     from fusion.backends.triton import paged_attention_kernel as kernels
+    from fusion.backends.triton import paged_attention_launch as host
 
     target = Target.parse(arch)
     if cache == FN8 and arch == "gfx942":
@@ -83,7 +84,7 @@ def compiled(
         "HK": heads, "G": group, "D": dim, "DV": dim_v, "PAGE": page, "CAUSAL": causal,
         "LEFT": left, "RIGHT": right, "SOFTCAP": softcap, "SINKS": sinks, "K_SCALE": scaled,
         "V_SCALE": scaled, "SPLIT": geo.splits > 1, "X": x, "WIDE": False, "PACKED": packed,
-        "FP8": "fn" if cache == torch.uint8 else "", "COMPUTE": kernels._TL[query],
+        "FP8": "fn" if cache == torch.uint8 else "", "COMPUTE": host.COMPUTE[query],
         "PRECISION": "tf32x3" if target.vendor == "nvidia" else "ieee", "BLOCK_M": geo.rows,
         "BLOCK_N": geo.keys, "BLOCK_D": geo.block_d, "BLOCK_DV": geo.block_dv,
         "STAGES": geo.stages,

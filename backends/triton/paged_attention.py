@@ -145,9 +145,9 @@ def paged_attention(
         fp8 = _FP8[key_cache.dtype]
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
 
-    from fusion.backends.triton import paged_attention_kernel as kernels
+    from fusion.backends.triton.paged_attention_launch import launch
 
-    return kernels.launch(
+    return launch(
         geo, query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
         scale=float(scale), causal=bool(causal), window_left=_window(window_left),
         window_right=_window(window_right), softcap=float(softcap), sinks=sinks,
@@ -192,17 +192,19 @@ def _describe(call: KernelCall) -> Mapping[str, Any]:
     batch = call.need("seq_lens").hint(0)
     kv_heads = keys.shape[2 if call.kv_layout == "NHD" else 1]
     sizes = (query.shape[1], query.shape[2], values.shape[3], kv_heads, batch, max_q, max_k)
-    if any(not isinstance(n, int) for n in sizes):
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes) or not kv_heads:
         return {"tiles": "chosen at run time: a size is symbolic"}
+    heads, dim, dim_v, groups_of, requests, rows, length = known
     compute = compute_dtype(query.dtype, keys.dtype)
     geo = tiles.choose(
-        batch=batch or 0,
-        kv_heads=kv_heads or 1,
-        group=(query.shape[1] or 1) // (kv_heads or 1),
-        head_dim=query.shape[2] or 1,
-        value_dim=values.shape[3] or 1,
-        max_query_len=max_q,
-        max_seq_len=max_k,
+        batch=requests,
+        kv_heads=groups_of,
+        group=heads // groups_of,
+        head_dim=dim,
+        value_dim=dim_v,
+        max_query_len=rows,
+        max_seq_len=length,
         itemsize=compute.itemsize,
         wide=compute == torch.float32,
         target=call.target,
