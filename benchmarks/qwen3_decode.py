@@ -84,7 +84,9 @@ def compiled_step(model: Any, inputs: Any, backend: str) -> tuple[Any, float]:
     run = torch.compile(step, backend=compiler, fullgraph=True, dynamic=False)
     start = time.perf_counter()
     run(model, inputs)
-    return run, time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    print(f"  {backend}: first call {seconds:.1f} s", file=sys.stderr, flush=True)
+    return run, seconds
 
 
 def capture(run: Any, model: Any, inputs: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -132,7 +134,9 @@ def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[fl
 
 def compare(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Both backends on one model and batch size; prints the table and returns the figures."""
+    begun = time.perf_counter()
     model = build(name, options.layers, options.device)
+    print(f"{name} built in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
     layers = model.config.num_hidden_layers
     result: dict[str, Any] = {"model": name, "batch": batch, "layers": layers}
     logits: dict[str, torch.Tensor] = {}
