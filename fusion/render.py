@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from fusion.reason import CODES, Reason
+from fusion.drawing import kind_of, svg
+from fusion.reason import Reason
 
 if TYPE_CHECKING:  # the report calls these functions; at run time nothing is needed from it
     from fusion.report import Group, Report, Site
@@ -158,7 +159,8 @@ def _code_line(source: str | None, code: Code | None, indent: str) -> list[str]:
 def _reason(reason: Reason, indent: str, code: Code | None = None) -> list[str]:
     lines = [f"{indent}{reason.code}: {reason.message}"]
     if reason.have is not None or reason.need is not None:
-        lines.append(f"{indent}  have {reason.have}, need {reason.need}")
+        sides = (("have", reason.have), ("need", reason.need))
+        lines.append(f"{indent}  " + ", ".join(f"{w} {v}" for w, v in sides if v is not None))
     if reason.node or reason.source:
         lines.append(f"{indent}  at {' '.join(t for t in (reason.node, reason.source) if t)}")
         lines += _code_line(reason.source, code, f"{indent}  ")
@@ -166,21 +168,55 @@ def _reason(reason: Reason, indent: str, code: Code | None = None) -> list[str]:
     return lines
 
 
-def to_html(report: Report) -> str:
-    """One self-contained page from ``fusion/templates/report.html.j2``; everything is escaped."""
+def to_html(report: Report, *, code: Code | None = None) -> str:
+    """One self-contained page from ``fusion/templates/report.html.j2``; everything is escaped.
+
+    ``code`` looks up the lines of model code to show.
+    """
     import jinja2
+    from markupsafe import Markup
 
     source = resources.files("fusion").joinpath("templates/report.html.j2").read_text("utf-8")
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     env.trim_blocks = env.lstrip_blocks = True
     template = env.from_string(source)
     graphs = [(g, g.groups()) for g in report.graphs]
+
+    def drawing(site: Site, which: str) -> str:
+        lines = site.before if which == "before" else site.after
+        return Markup(svg(lines, _facts_of(site), f"{where(site)} {which}"))
+
     return template.render(
         report=report,
         graphs=graphs,
+        rows=_rows(report),
         summary=summary,
         where=where,
         tally=_tally,
         fact_text=fact_text,
-        codes=CODES,
+        drawing=drawing,
+        kinds_of=_kinds,
+        kind_of=kind_of,
+        code=code or (lambda _: None),
     )
+
+
+def _facts_of(site: Site) -> dict[str, str]:
+    return {str(n["name"]): str(n["fact"]) for n in site.nodes if n.get("fact")}
+
+
+def _kinds(site: Site) -> list[tuple[str, str]]:
+    """The facts of a site's nodes, for the legend: CSS class and text."""
+    found = {kind_of(fact): fact for fact in _facts_of(site).values()}
+    return list(found.items()) + ([("fused", "fused operation")] if site.after else [])
+
+
+def _rows(report: Report) -> list[dict[str, object]]:
+    """Every site, with the anchor of its group."""
+    rows: list[dict[str, object]] = []
+    for number, graph in enumerate(report.graphs):
+        at = {id(s): i for i, g in enumerate(graph.groups()) for s in g.sites}
+        rows += [
+            {"site": s, "graph": graph.id, "anchor": f"g{number}-{at[id(s)]}"} for s in graph.sites
+        ]
+    return rows

@@ -90,6 +90,7 @@ def command(
     for each miss the reason, the graph node, the line of model code, what was read, what it has
     and would need, and the remedy. No kernel runs and no weights are needed; --target answers
     for a machine that is not here."""
+    from fusion.render import to_html
     from fusion.tools.baseline import changes, read_report
     from fusion.tools.baseline import to_text as changes_text
     from fusion.tools.code import code_line
@@ -127,7 +128,7 @@ def command(
     if json is not None:
         write(json, report.to_json(), overwrite)
     if html is not None:
-        write(html, report.to_html(), overwrite)
+        write(html, to_html(report, code=code_line), overwrite)
     if "-" not in (json, html):
         text = to_text(shown, all_sites=every, details=site is not None, code=code_line)
         data(text)
