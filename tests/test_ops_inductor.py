@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fusion.ops as ops
 from fusion.backends import reference
+from fusion.backends.reference import lowering
 from fusion.layout import KVCacheLayout, split_kv_cache
 from fusion.ops import registration
 from fusion.selection import NoKernelError
@@ -273,3 +274,28 @@ def test_a_kernel_that_does_not_exist_fails_the_call_and_not_the_compile() -> No
 
     with pytest.raises(NoKernelError, match=r"known: .*reference"):
         torch.compile(f, fullgraph=True)(**a)
+
+
+def test_a_lowering_that_breaks_half_way_leaves_the_opaque_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (base,), _, _ = filled_cache(KVCacheLayout.PACKED, BLOCKS)
+    x, slots = operands(5, torch.float32), some_slots(5)
+    mine, real, calls = base.clone(), lowering.put_rows, []
+
+    def put_rows(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:  # K is written natively, then V is not
+            raise KeyError("a private name of another torch version")
+        real(*args)
+
+    monkeypatch.setattr(lowering, "put_rows", put_rows)
+
+    def f(*a: Tensor) -> tuple[Tensor, Tensor]:
+        return prologue(*a, torch.float32)
+
+    got, code = compiled_code(f, *x, base, slots)
+    assert "torch.ops.fusion.qk_norm_rope_kv_cache.opaque" in code
+    assert "failed; it stays a call" in caplog.text
+    torch.testing.assert_close(got, f(*x, mine, slots), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(base, mine, rtol=1e-5, atol=1e-5)

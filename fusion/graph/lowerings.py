@@ -14,6 +14,7 @@ Private names of ``torch._inductor`` are used throughout. Run on torch 2.13.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,6 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 Lowering = Callable[..., Any]
+
+log = logging.getLogger(__name__)
 
 
 class Decline(Exception):
@@ -94,8 +97,11 @@ def _dispatcher(overload: Any, opaque_overload: Any, choose: Choose) -> Lowering
         if native is not None:
             try:
                 return native(*full_args, **{k: v for k, v in full_kwargs.items() if k != "kernel"})
-            except Decline:
-                pass
+            except Decline as why:
+                log.info("%s stays a call: %s", overload, why)
+            except Exception:
+                # What was emitted so far is either unused or writes what the call writes again.
+                log.warning("the lowering of %s failed; it stays a call", overload, exc_info=True)
         return _opaque(
             opaque_overload,
             (*full_args, *full_kwargs.values()),
