@@ -4,8 +4,8 @@
 
 Both run the same model on the same paged cache with the same attention operation; they differ in
 `backend="fusion"` against `backend="inductor"`. A step is captured into one CUDA graph. Printed
-for each: microseconds of a replay, of its kernels (profiler), of the prologue kernel a layer, and
-what the kernels of plain Inductor spend more. Logits of both are compared first.
+for each: microseconds of a replay (both measured in turns), of its kernels by part (profiler), and
+of the prologue a layer. Logits of both are compared first.
 
 `--tiny --device cpu` runs the same code on a small model without graphs or profiler, to see that
 it works.
@@ -103,17 +103,46 @@ def capture(run: Any, model: Any, inputs: Any) -> tuple[torch.cuda.CUDAGraph, to
     return graph, logits
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 30) -> float:
-    """Median microseconds of a replay."""
-    times = []
-    for _ in range(replays + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
+    """Microseconds of one of ``replays`` replays in a row.
+
+    In a row, because launching a graph of some hundred nodes takes the host a good part of a
+    step: with a wait between replays that time would be measured as the device's.
+    """
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(replays):
         graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times[3:])
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) * 1e3 / replays
+
+
+def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 9) -> dict[str, float]:
+    """Median microseconds of a replay of each graph, measured in turns (clocks drift)."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def category(kernel: str) -> str:
+    """Which part of a step a kernel belongs to, by its name.
+
+    Plain Inductor's prologue is the norm-and-rope kernels (their names list rsqrt with cos or
+    neg) and the cache write, which is `prologue_kernel` without q, norm and rope.
+    """
+    if "prologue_kernel" in kernel:
+        return "prologue"
+    if "rsqrt" in kernel and ("cos" in kernel or "neg" in kernel):
+        return "prologue"
+    if "attention" in kernel or "combine" in kernel:
+        return "attention"
+    if kernel.startswith("triton_"):
+        return "other Triton"
+    return "matrix products and the rest"
 
 
 def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[float, float]]:
@@ -140,50 +169,61 @@ def compare(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any
     layers = model.config.num_hidden_layers
     result: dict[str, Any] = {"model": name, "batch": batch, "layers": layers}
     logits: dict[str, torch.Tensor] = {}
-    spent: dict[str, dict[str, tuple[float, float]]] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    kept: list[Any] = []  # caches, inputs and compiled code that the graphs use
     for backend in ("inductor", "fusion"):
         torch.manual_seed(1)
-        _, inputs = cache_for(model, batch, options.context)
+        cache, inputs = cache_for(model, batch, options.context)
         run, seconds = compiled_step(model, inputs, backend)
         figures: dict[str, Any] = {"compile_s": seconds}
+        kept += [cache, inputs, run]
         if options.device == "cuda":
-            graph, out = capture(run, model, inputs)
-            graph.replay()
+            graphs[backend], out = capture(run, model, inputs)
+            graphs[backend].replay()
             torch.cuda.synchronize()
             logits[backend] = out.float().clone()
-            figures["step_us"] = replay_us(graph)
-            spent[backend] = kernels(graph)
-            figures["kernels_us"] = sum(us for _, us in spent[backend].values())
-            figures["launches"] = sum(n for n, _ in spent[backend].values())
+            kept.append(out)
             host = []
-            for _ in range(20):
+            for _ in range(10):
                 torch.cuda.synchronize()
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 run(model, inputs)
-                host.append(time.perf_counter() - begin)
+                host.append(time.perf_counter() - start)
             figures["host_us"] = statistics.median(host) * 1e6
         else:
             logits[backend] = run(model, inputs).float()
         if backend == "fusion":
             sites = [s for g in fusion.reports()[-1].graphs for s in g.sites]
-            figures["sites"] = dict(collections.Counter(f"{s.pass_name}:{s.status}:{s.kernel}" for s in sites))  # fmt: skip # noqa: E501
+            found = collections.Counter(f"{s.pass_name}:{s.status}:{s.kernel}" for s in sites)
+            figures["sites"] = dict(found)
         result[backend] = figures
     a, b = logits["inductor"], logits["fusion"]
     result["logits_relative_error"] = float((a - b).norm() / a.norm())
-    if spent:
-        ours = {n: v for n, v in spent["fusion"].items() if "prologue_kernel" in n}
-        fused_us = sum(us for _, us in ours.values())
-        more = result["inductor"]["kernels_us"] - (result["fusion"]["kernels_us"] - fused_us)
-        result["prologue_us_a_layer"] = {"fusion": fused_us / layers, "inductor": more / layers}
-        result["prologue_part_of_inductors"] = fused_us / more
-        result["step_ratio"] = result["inductor"]["step_us"] / result["fusion"]["step_us"]
-        only = {n: v for n, v in spent["inductor"].items() if n not in spent["fusion"]}
-        for kernel, (count, us) in sorted(only.items(), key=lambda x: -x[1][1])[:8]:
-            print(f"    only inductor: {us:8.1f} us {count:5.0f} x {kernel[:100]}")
-        for kernel, (count, us) in ours.items():
-            print(f"    fused prologue: {us:7.1f} us {count:5.0f} x {kernel[:100]}")
+    if graphs:
+        add_times(result, graphs, layers)
     print(json.dumps(result), flush=True)
     return result
+
+
+def add_times(result: dict[str, Any], graphs: dict[str, torch.cuda.CUDAGraph], layers: int) -> None:
+    """Step times in turns, kernel times by category, and what follows from them."""
+    for backend, us in interleaved(graphs).items():
+        result[backend]["step_us"] = us
+    for backend, graph in graphs.items():
+        spent = kernels(graph)
+        parts: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        for kernel, (count, us) in spent.items():
+            parts[category(kernel)][0] += count
+            parts[category(kernel)][1] += us
+        result[backend]["kernels_us"] = sum(us for _, us in spent.values())
+        result[backend]["launches"] = round(sum(n for n, _ in spent.values()))
+        result[backend]["parts"] = {k: (round(n), round(us, 1)) for k, (n, us) in parts.items()}
+        for kernel, (count, us) in sorted(spent.items(), key=lambda x: -x[1][1])[:12]:
+            print(f"    {backend:9} {us:8.1f} us {count:5.0f} x {category(kernel)}: {kernel[:90]}")
+    fused, plain = (result[b]["parts"]["prologue"][1] for b in ("fusion", "inductor"))
+    result["prologue_us_a_layer"] = {"fusion": fused / layers, "inductor": plain / layers}
+    result["prologue_part_of_inductors"] = fused / plain
+    result["step_ratio"] = result["inductor"]["step_us"] / result["fusion"]["step_us"]
 
 
 def main() -> int:
