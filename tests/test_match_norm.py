@@ -417,6 +417,16 @@ FORMS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "epsilon as a bound": (
         lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True).clamp(min=EPS)), w, x),
         "match.norm-eps"),
+    "epsilon outside the root": (
+        lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True)) + EPS, w, x),
+        "match.norm-form"),
+    "epsilon beside the root": (
+        lambda n, w, x: w * (n / (n.pow(2).mean(-1, True).sqrt() + EPS)).to(x.dtype),
+        "match.norm-form"),
+    "mean subtracted": (
+        lambda n, w, x: late(
+            n - n.mean(-1, True), torch.rsqrt(n.pow(2).mean(-1, True) + EPS), w, x),
+        "match.norm-axis"),
     "epsilon per dim": (
         lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True) + w[:1]), w, x),
         "match.norm-eps"),
@@ -447,7 +457,8 @@ FORMS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_look_alikes(name: str) -> None:
     body, code = FORMS[name]
-    refused(like(body), code)
+    for plain in (False, True):
+        refused(like(body, plain=plain), code)
 
 
 def test_mixed_float32_and_float64_are_refused() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.graph.elements import (
+    CASTS,
     Ref,
     Unreadable,
     arguments,
@@ -27,6 +28,7 @@ from fusion.graph.elements import (
     value_of,
 )
 from fusion.graph.foreign import is_inner, owner, register_op
+from fusion.graph.moves import is_move
 from fusion.match.facts import Miss, RMSNorm, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.norm_form import FormReader, Normed, per_head
@@ -247,10 +249,7 @@ class _Reading(FormReader):
         found = self.behind(top, _FAR)
         if found is not None:
             return found
-        if self.scales_heads(top):
-            message = f"{top.node.name} scales each head, but not by an inverse root mean square"
-            return No("match.norm-form", message, top.node, 1)
-        return no
+        return self.odd_scale(top) or no
 
     def behind(self, top: Ref, far: int) -> No | None:
         """The refusal where a norm stands up to ``far`` pointwise operators before ``top``."""
@@ -269,7 +268,9 @@ class _Reading(FormReader):
             except No as other:
                 if other.miss.depth > 1:
                     return other
-                deeper = self.behind(inner, far - 1) if far > 1 else None
+                deeper = self.odd_scale(inner)
+                if deeper is None and far > 1:
+                    deeper = self.behind(inner, far - 1)
                 if deeper is None:
                     continue
                 if deeper.miss.node is None or cast_source(deeper.miss.node) is None:
@@ -277,6 +278,13 @@ class _Reading(FormReader):
             message = f"{top.node.name} stands between the norm and the rope"
             return No("match.norm-order", message, top.node, 2)
         return None
+
+    def odd_scale(self, top: Ref) -> No | None:
+        """The refusal of something times or over another reduction of each head."""
+        if not self.scales_heads(top):
+            return None
+        message = f"{top.node.name} scales each head, but not by an inverse root mean square"
+        return No("match.norm-form", message, top.node, 1)
 
     def scales_heads(self, top: Ref) -> bool:
         """Whether the value is something times or over a reduction of each head."""
@@ -291,13 +299,14 @@ class _Reading(FormReader):
                 back += 1
                 if op_name(node).split(".")[1:2] and op_name(node).split(".")[1] in _REDUCTIONS:
                     return True
-                todo += node.all_input_nodes
+                if _is_pointwise(node) or is_move(node):
+                    todo += node.all_input_nodes
         return False
 
 
 def _is_pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or op_name(node).startswith("prims.convert")
+    return torch.Tag.pointwise in tags or op_name(node) in CASTS
 
 
 def _other_norm(node: Node) -> Node | None:
