@@ -86,6 +86,16 @@ def test_any_geometry_gives_the_same(problem: Problem, rows: int, keys: int, spl
     problem.check(lambda *a, **k: paged_attention(*a, geometry=geometry, **k))
 
 
+def test_edges_of_the_tiles_without_mask() -> None:
+    """Every alignment of the causal and window edges to tiles of 16 keys."""
+    geometry = Tiles(16, 16, 4, 2, 1, 1, 32, 32)
+    for edges in ({"causal": True}, {"window_left": 20}, {"window_right": 2, "window_left": 17}):
+        for start in range(0, 17, 4):
+            lengths = tuple(range(40 + start, 44 + start))
+            problem = Problem((3,) * 4, lengths, 2, 1, **edges)
+            problem.check(lambda *a, **k: paged_attention(*a, geometry=geometry, **k))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_batches_larger_than_a_grid_are_launched_in_parts(causal, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_PROGRAMS", 5)
