@@ -37,7 +37,7 @@ from fusion.passes.prologue import describe
 from fusion.passes.prologue.chain import Chain, read_chain, read_loose
 from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
-from fusion.passes.prologue.loose import find_loose_keys
+from fusion.passes.prologue.loose import find_loose_keys, merge_loose
 from fusion.passes.prologue.operation import kernel_call, operation_of
 from fusion.pipeline import Context
 from fusion.reason import Reason
@@ -121,13 +121,15 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
         if isinstance(chain, Chain):
             taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
         sites.append((found, chain))
-    for key in find_loose_keys(graph, frozenset(taken)):
-        if key.out.node not in taken:
-            loose = read_loose(key, finder, frozenset(taken))
-            taken.add(key.out.node)
-            if isinstance(loose, Chain):
-                taken.add(loose.q_rope.out.node)
-            sites.append((None, loose))
+    writes = [w for w, chain in sites if w is not None and isinstance(chain, Miss)]
+    for key in find_loose_keys(graph, frozenset(taken), writes):
+        if key.out.node in taken:
+            continue
+        loose = read_loose(key, finder, frozenset(taken))
+        taken.add(key.out.node)
+        if isinstance(loose, Chain):
+            taken |= {loose.q_rope.out.node, loose.k_rope.out.node}
+        merge_loose(sites, key, loose)
     return sites
 
 

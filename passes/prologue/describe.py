@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.moves import is_move
 from fusion.graph.provenance import source_of
 from fusion.graph.storage import root_of
 from fusion.match.facts import CachePlane, CacheWrite, Miss, RMSNorm, Rope, TokenView
@@ -149,10 +150,19 @@ def key_is_read(chain: Chain) -> bool:
         for user in node.users:
             if user in results:
                 continue
-            if user not in inside:
+            if user not in inside and not _only_moves_inside(user, inside):
                 return True
             stack.append(user)
     return False
+
+
+def _only_moves_inside(node: Node, inside: frozenset[Node]) -> bool:
+    """A view between the rope and the write, which belongs to neither fact."""
+    return (
+        is_move(node)
+        and bool(node.users)
+        and all(u in inside or _only_moves_inside(u, inside) for u in node.users)
+    )
 
 
 def listing(chain: Chain) -> list[str]:

@@ -6,7 +6,9 @@ the graph (where a graph break cuts the prologue from its cache).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -14,20 +16,31 @@ from torch.fx import Graph, Node
 from fusion.graph.elements import Unreadable
 from fusion.graph.moves import is_move
 from fusion.match.attention import Attention, find_attention
-from fusion.match.facts import Rope
+from fusion.match.facts import CacheWrite, Miss, Rope
 from fusion.match.rope import read_rope
 from fusion.match.views import dim_view
+from fusion.passes.prologue.chain import Chain
 
 _REACH = 12
 """Data-movement nodes that are looked through between a use of the key and its rope."""
 _ORDERS = {4: ((0, 2, 1, 3), (0, 1, 2, 3)), 3: ((0, 1, 2), (1, 0, 2))}
 
 
-def find_loose_keys(graph: Graph, taken: frozenset[Node]) -> list[Rope]:
-    """Rotated keys outside every chain in ``taken``, one per use, in graph order."""
+Sites: TypeAlias = "list[tuple[CacheWrite | None, Chain | Miss]]"
+
+
+def find_loose_keys(
+    graph: Graph, taken: frozenset[Node], writes: Sequence[CacheWrite]
+) -> list[Rope]:
+    """Rotated keys outside every chain in ``taken``, one per use, keys before queries.
+
+    ``writes`` are cache writes whose own reading missed: something stands between their rope
+    and the write, so rope is looked for behind that.
+    """
     found: dict[Node, Rope] = {}
-    for use in _uses(graph):
-        rope = _behind(use, taken)
+    uses = [*((w.key.node, False) for w in writes), *((n, True) for n in _uses(graph))]
+    for use, moves_only in uses:
+        rope = _behind(use, taken, moves_only)
         if rope is not None:
             found.setdefault(rope.out.node, rope)
     # q and k of a pair may both be found (graph outputs): the one with fewer heads is the key.
@@ -43,8 +56,38 @@ def _uses(graph: Graph) -> Iterator[Node]:
     yield from output.all_input_nodes
 
 
-def _behind(use: Node, taken: frozenset[Node]) -> Rope | None:
-    """The nearest rope that a value is moved from, if it belongs to no other chain."""
+def merge_loose(sites: Sites, key: Rope, loose: Chain | Miss) -> None:
+    """Add a loose prologue, as a part of the missed write that it leads to if there is one.
+
+    Norm and rope are then the smaller fusion of that write's ladder, and the write's own miss
+    says why the larger one was not possible.
+    """
+    ends = {key.out.node}
+    if isinstance(loose, Chain):
+        ends |= {loose.k_rope.out.node, loose.q_rope.out.node}
+    for i, (write, miss) in enumerate(sites):
+        if write is None or not isinstance(miss, Miss) or not _leads(ends, write.key.node):
+            continue
+        if isinstance(loose, Chain):
+            sites[i] = (write, replace(loose, misses=(miss, *loose.misses[1:])))
+        return
+    sites.append((None, loose))
+
+
+def _leads(ends: set[Node], to: Node) -> bool:
+    todo, seen = [to], {to}
+    while todo and len(seen) <= _REACH:
+        node = todo.pop(0)
+        if node in ends:
+            return True
+        fresh = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return False
+
+
+def _behind(use: Node, taken: frozenset[Node], moves_only: bool) -> Rope | None:
+    """The nearest rope that a value comes from, if it belongs to no other chain."""
     todo, seen = [use], {use}
     while todo and len(seen) <= _REACH:
         node = todo.pop(0)
@@ -53,7 +96,7 @@ def _behind(use: Node, taken: frozenset[Node]) -> Rope | None:
         rope = _rope_at(node)
         if rope is not None:
             return None if rope.out.node in taken else rope
-        if is_move(node):
+        if is_move(node) or not moves_only:
             fresh = [n for n in node.all_input_nodes if n not in seen]
             seen.update(fresh)
             todo += fresh

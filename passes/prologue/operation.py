@@ -77,7 +77,15 @@ def kernel_call(operation: Operation, target: Target, config: Config) -> KernelC
     specs = {name: _spec(operand) for name, operand in operation.tensors.items()}
     declared, _ = config.kv_layout_switch()
     layout = "SHUFFLE" if declared == "shuffle" else operation.kv_layout
-    return KernelCall(operation.name, specs, operation.attributes, target, config, layout)
+    attributes = dict(operation.attributes)
+    scales = [operation.tensors.get(name) for name in ("k_scale", "v_scale")]
+    if any(
+        isinstance(s, Node) and root_of(s).node.op not in ("placeholder", "get_attr")
+        for s in scales
+    ):
+        # A kernel that wants host copies of the scales cannot keep one of a computed scale.
+        attributes["scales_static"] = False
+    return KernelCall(operation.name, specs, attributes, target, config, layout)
 
 
 def _spec(operand: Operand) -> TensorSpec | None:
