@@ -611,7 +611,9 @@ def test_an_old_content_that_is_still_wanted_is_cloned_not_overwritten() -> None
 # With Inductor.
 
 
-def _inductor(fn: Any, args: tuple[Any, ...]) -> tuple[Any, str, list[int]]:
+def _inductor(
+    fn: Any, args: tuple[Any, ...], hook: str = "post_grad_custom_pre_pass"
+) -> tuple[Any, str, list[int]]:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.utils import run_and_get_code
@@ -627,7 +629,7 @@ def _inductor(fn: Any, args: tuple[Any, ...]) -> tuple[Any, str, list[int]]:
             return None
 
     torch._dynamo.reset()
-    options = {"post_grad_custom_pre_pass": Pass(), "fx_graph_cache": False}
+    options = {hook: Pass(), "fx_graph_cache": False}
     with torch.no_grad(), config.patch(options):
         out, (code, *_) = run_and_get_code(torch.compile(fn), *args)
     return out, code, counts
@@ -638,12 +640,19 @@ def _buffers(code: str) -> list[int]:
     return [int(torch.tensor([int(n) for n in s.split(",") if n.strip()]).prod()) for s in sizes]
 
 
-@pytest.mark.parametrize("name", ["rows_block_offset", "static_positions", "op_stack"])
-def test_inductor_updates_the_cache_in_place(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("rows_block_offset", "post_grad_custom_pre_pass"),
+        ("static_positions", "joint_custom_pre_pass"),
+        ("op_stack", "post_grad_custom_post_pass"),
+    ],
+)
+def test_inductor_updates_the_cache_in_place(name: str, hook: str) -> None:
     case = next(c for c in cases.GOOD if c.name == name)
     eager_args, args = case.make(), case.make()
     expected = case.fn(*eager_args)
-    got, code, counts = _inductor(case.fn, args)
+    got, code, counts = _inductor(case.fn, args, hook)
     assert counts == [case.writes]
     assert _same(got, expected) and _same(args, eager_args)
     cache = min(
