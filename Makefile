@@ -62,6 +62,10 @@ check: lint types floors
 
 docs: $(STAMP)
 	$(BIN)/python -m fusion.tools.docs
+	$(BIN)/python -m fusion.backends.aiter.doc docs/aiter.md
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

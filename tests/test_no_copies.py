@@ -45,7 +45,8 @@ def step(x):
     WRITES[{write!r}](block, x, k, v)
     return q
 
-fn = torch.compile(step, backend="fusion", options={{"inner": "aot_eager", "qk_norm_rope_kv_cache": "required"}})
+options = {{"inner": "aot_eager", "qk_norm_rope_kv_cache": "required"}}
+fn = torch.compile(step, backend="fusion", options=options)
 fn(x)
 reset()
 before = peak()
