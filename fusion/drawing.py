@@ -47,7 +47,7 @@ def svg(lines: Sequence[str], facts: Mapping[str, str], title: str) -> str:
         _place(row, width)
     parts = [
         f'<svg role="img" aria-label="{escape(title, quote=True)}" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">'
+        f'width="{width}" height="{height}">'
     ]
     for box in boxes.values():
         parts += [_edge(boxes[name], box) for name in box.reads]

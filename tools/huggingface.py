@@ -267,6 +267,7 @@ def _static_inputs(
             torch.empty(*shape, kv.head_dim, dtype=dtype, device=device),
             torch.empty(*shape, kv.head_dim_v, dtype=dtype, device=device),
         )
+        layer.device = torch.device("cpu")  # where tensors of the meta device are taken to live
     ids = torch.zeros(request.batch, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(past, past + tokens, device=device).expand(request.batch, -1)
     accepted = inspect.signature(model.forward).parameters

@@ -165,7 +165,7 @@ def example(
     kind = cache_dtype or dtype
     cache = empty_kv_cache(layout, _BLOCKS, block_size, kv_heads, dim, dim, kind, device)
     key_cache, value_cache = split_kv_cache(cache, layout, dim)
-    scale = make(kind=torch.float32) if kind.itemsize == 1 else None
+    scale = torch.empty((), device=device) if kind.itemsize == 1 else None
     kv_layout = layout.op_layout
     rope = {
         "cos": make(_TABLE_ROWS, dim // 2, kind=torch.float32),

@@ -1,0 +1,61 @@
+"""What the tests of the command line name as SOURCE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.mutations import Inputs, Layer, inputs, mutated
+
+
+class Layers(nn.Module):
+    """Prologues in a row, one for each mutation (none for an empty name)."""
+
+    def __init__(self, *mutations: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(m) for m in mutations)
+
+    def forward(self, xs: list[Inputs]) -> list[Any]:
+        return [layer(x) for layer, x in zip(self.layers, xs, strict=True)]
+
+
+def _call(*mutations: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return Layers(*mutations), ([inputs() for _ in mutations],), {}
+
+
+def good() -> Any:
+    """Two layers that fuse."""
+    return _call("", "")
+
+
+def mixed() -> Any:
+    """A layer that fuses, one that is missed, one that is fused in part."""
+    return _call("", "second sign", "mean over heads")
+
+
+def exported() -> Any:
+    """An exported program of one prologue on plain tensors."""
+    x = inputs()
+
+    class Net(nn.Module):
+        def forward(self, qkv: torch.Tensor, cache: torch.Tensor) -> Any:
+            y = Inputs(qkv, x.q_weight, x.k_weight, x.cos_sin, x.positions, x.positions,
+                       x.slots, x.slots, cache)  # fmt: skip
+            return mutated("")(y)
+
+    return torch.export.export(Net(), (x.qkv, x.cache))
+
+
+def raising() -> Any:
+    """A source that fails by itself."""
+    raise RuntimeError("no such checkpoint")
+
+
+def shapeless() -> Any:
+    """A source that returns the wrong thing."""
+    return nn.Linear(2, 2), 3
+
+
+NOTHING = 0

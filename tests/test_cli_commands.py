@@ -1,0 +1,187 @@
+"""The other commands: kernels, doctor, passes, diff, bench, and the command line itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fusion
+from fusion.selection import kernels as offered
+from tests.cli import MODELS, golden, run
+
+PASS = "qk_norm_rope_kv_cache"
+
+
+def test_help_of_every_command_has_an_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    whole = run(capsys, "--help")
+    assert whole.status == 0
+    golden("help", whole.out)
+    for name in ("explain", "diff", "kernels", "verify", "bench", "doctor", "passes"):
+        assert name in whole.out
+        ran = run(capsys, name, "--help")
+        assert ran.status == 0
+        assert "Examples:" in ran.out
+        assert f"fusion {name}" in ran.out
+
+
+def test_version_and_wrong_commands(capsys):
+    assert run(capsys, "--version").out == f"fusion {fusion.__version__}\n"
+    ran = run(capsys, "explian")
+    assert ran.status == 2
+    assert "No such command" in ran.err
+
+
+def test_completion_is_offered(capsys):
+    assert "--install-completion" in run(capsys, "--help").out
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, fusion.tools.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90", "gfx942,aiter=0.1.20,rocm=7.1"])
+def test_every_kernel_is_shown_with_every_condition(capsys, target):
+    ran = run(capsys, "kernels", "--target", target, "--json", "-")
+    assert ran.status == 0, ran.err
+    data = json.loads(ran.out)
+    assert {e["op"] for e in data["ops"]} == {k.op for k in offered()}
+    for entry in data["ops"]:
+        shown = [k["kernel"] for k in entry["kernels"]] + entry["not_asked"]
+        assert sorted(shown) == sorted(k.name for k in offered(entry["op"]))
+        for kernel in entry["kernels"]:
+            assert kernel["conditions"]
+            assert kernel["accepted"] == all(c["ok"] for c in kernel["conditions"])
+            assert all(c["origin"] for c in kernel["conditions"])
+
+
+def test_the_gate_answers_for_a_call(capsys):
+    ask = ["kernels", "--op", PASS, "--target"]
+    amd = [*ask, "gfx942,aiter=0.1.20,rocm=7.1", "--option", "numerics=tolerant"]
+    assert f"{PASS}: aiter would run" in run(capsys, *amd, "--packed-qkv").out
+    refused = run(capsys, *amd).out
+    assert f"{PASS}: triton would run" in refused
+    assert "views of one packed" in refused
+    assert f"{PASS}: triton would run" in run(capsys, *ask, "sm_90").out
+    assert f"{PASS}: reference would run" in run(capsys, *ask, "cpu").out
+    fp8 = run(capsys, *ask, "sm_90", "--cache-dtype", "fp8", "--layout", "hnd").out
+    assert "float8_e4m3fn[64, 16, 8, 128]" in fp8
+
+
+def test_text_of_the_gate(capsys):
+    ran = run(capsys, "kernels", "--target", "cpu", "--op", "qk_norm_rope")
+    assert ran.status == 0
+    golden("kernels", ran.out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "qk"], "no operation is called 'qk'"),
+        (["--heads", "32/8"], "is not Q/KV/DIM"),
+        (["--heads", "32/5/128"], "no such shape"),
+        (["--layout", "weird"], "not a KV-cache layout"),
+    ],
+)
+def test_usage_errors_of_kernels(capsys, arguments, message):
+    ran = run(capsys, "kernels", *arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert message in ran.err
+
+
+# --- doctor and passes -----------------------------------------------------------------------
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.setenv("FUSION_AITER", "0")
+    data = json.loads(run(capsys, "doctor", "--json", "-").out)
+    assert data["versions"]["fusion"] == fusion.__version__
+    assert data["switches"]["FUSION_AITER"] == "0"
+    assert PASS in data["passes"]
+    assert "reference" in data["kernels"][PASS]
+    text = run(capsys, "doctor").out
+    for heading in ("versions", "machine", "switches", "passes", "kernels", "plug-ins"):
+        assert f"\n{heading}\n" in f"\n{text}"
+
+
+def test_doctor_shows_a_misspelt_switch_and_a_broken_backend(capsys, monkeypatch):
+    import fusion.selection as selection
+    from fusion.reason import Reason
+
+    monkeypatch.setenv("FUSION_AITER", "maybe")
+    broken = (("extra", Reason("plugin.broken", "backend extra: ImportError: nope")),)
+    monkeypatch.setattr(selection, "broken_backends", lambda: broken)
+    out = run(capsys, "doctor").out
+    assert "FUSION_AITER='maybe' is neither" in out
+    assert "backend extra: plugin.broken: backend extra: ImportError: nope" in out
+
+
+def test_passes(capsys):
+    ran = run(capsys, "passes", "-o", PASS + '={"mode": "required", "max_tokens": 8}')
+    assert f"{PASS}: built, required" in ran.out
+    assert "option max_tokens: int | None = 8" in ran.out
+    data = json.loads(run(capsys, "passes", "--json", "-").out)
+    assert [p["name"] for p in data] == list(dict.fromkeys(p["name"] for p in data))
+    assert all(p["origin"] for p in data)
+
+
+# --- diff ------------------------------------------------------------------------------------
+
+
+def test_diff_shows_what_changed_and_only_that(capsys):
+    ran = run(capsys, "diff", f"{MODELS}:good", "--pass", PASS, "--context", "0")
+    assert ran.status == 0
+    removed = [line for line in ran.out.splitlines() if line.startswith("-")]
+    added = [line for line in ran.out.splitlines() if line.startswith("+")]
+    assert any("rsqrt" in line for line in removed)
+    assert sum("fusion.qk_norm_rope_kv_cache" in line for line in added) == 2
+    assert not [line for line in ran.out.splitlines() if line.startswith(" ")]
+
+
+def test_diff_of_one_site(capsys):
+    ran = run(capsys, "diff", f"{MODELS}:mixed", "--site", "layers.0", "--pass", PASS)
+    assert ran.status == 0
+    golden("diff-site", ran.out)
+    missed = run(capsys, "diff", f"{MODELS}:mixed", "--site", "layers.1", "--pass", PASS)
+    assert missed.status == 0
+
+
+def test_diff_without_a_change(capsys):
+    ran = run(capsys, "diff", f"{MODELS}:good", "-o", f"{PASS}=off", "--pass", PASS)
+    assert (ran.status, ran.out) == (0, "")
+    assert "nothing changed" in ran.err
+
+
+# --- bench -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [PASS, "kv_cache_write"])
+def test_bench_measures_and_checks(capsys, op):
+    ran = run(capsys, "bench", "--op", op, "--heads", "4/2/32", "--tokens", "3", "--tokens", "5")
+    assert ran.status == 0, ran.err
+    head, *rows = ran.out.splitlines()
+    assert head.split()[:3] == ["op", "shape", "kernel"]
+    assert len(rows) == 2
+    assert all(" ok" in row and op in row for row in rows)
+
+
+def test_bench_tells_a_wrong_result(capsys, monkeypatch):
+    from fusion.backends.triton.bench import prologue
+
+    monkeypatch.setattr(prologue, "verify", lambda *_: "q: 3 wrong")
+    ran = run(capsys, "bench", "--heads", "4/2/32", "--tokens", "3", "--no-unfused")
+    assert ran.status == 1
+    assert "q: 3 wrong" in ran.out
+
+
+def test_bench_of_an_unknown_operation(capsys):
+    ran = run(capsys, "bench", "--op", "matmul")
+    assert ran.status == 2
+    assert "is not measured" in ran.err

@@ -1,0 +1,212 @@
+"""``fusion explain``: text, exit statuses, files, expectations and baselines."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from importlib import resources
+
+import jsonschema
+import pytest
+import torch
+
+import fusion
+from tests.cli import MODELS, golden, run
+from tests.cli_models import exported
+
+PASS = "qk_norm_rope_kv_cache"
+GOOD, MIXED = f"{MODELS}:good", f"{MODELS}:mixed"
+
+
+def schema() -> dict:
+    text = resources.files("fusion").joinpath("schema/report.schema.json").read_text("utf-8")
+    return json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("explain-good", [GOOD]),
+        ("explain-mixed", [MIXED, "--pass", PASS]),
+        ("explain-gfx942", [GOOD, "--target", "gfx942,aiter=0.1.20,rocm=7.1,triton=3.9.0"]),
+        ("explain-all", [MIXED, "--all", "--pass", PASS]),
+        ("explain-site", [MIXED, "--site", "layers.1", "--pass", PASS]),
+        ("explain-help", ["--help"]),
+    ],
+)
+def test_text(capsys, monkeypatch, name, arguments):
+    monkeypatch.setenv("COLUMNS", "100")
+    ran = run(capsys, "explain", *arguments)
+    assert (ran.status, ran.err) == (0, "")
+    golden(name, ran.out)
+
+
+def test_a_miss_names_reason_node_line_facts_and_remedy(capsys):
+    out = run(capsys, "explain", MIXED, "--pass", PASS).out
+    assert "match.rope-sign" in out
+    assert "| cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)" in out  # where that sin comes from
+    assert "remedy: check the sign of rotate_half" in out
+    assert "read: write:" in out
+    assert "at mean_5 tests/mutations.py:" in out
+    assert "v = n.pow(2).mean(-2, keepdim=True)  # mean over heads" in out
+    assert "tests/mutations.py:" in out
+
+
+@pytest.mark.parametrize(
+    ("expectation", "status"),
+    [
+        (f"{PASS}=2", 0),
+        (f"{PASS}=>=1", 0),
+        (f"{PASS}>=1", 0),
+        (f"{PASS}=all", 0),
+        (f"{PASS}=3", 1),
+        (f"{PASS}>=3", 1),
+        ("qk_norm_rope_kv_cahce=1", 2),
+        (f"{PASS}=some", 2),
+        (PASS, 2),
+    ],
+)
+def test_expectations(capsys, expectation, status):
+    ran = run(capsys, "explain", GOOD, "--expect", expectation)
+    assert ran.status == status
+    if status == 0:
+        assert ran.err == ""
+    elif status == 1:
+        assert "expected" in ran.err and "found 2 of 2" in ran.err
+    else:
+        assert ran.out == ""
+        assert ("did you mean" in ran.err) == expectation.startswith("qk_norm_rope_kv_cahce")
+
+
+def test_a_missed_expectation_shows_the_near_misses(capsys):
+    ran = run(capsys, "explain", MIXED, "--expect", f"{PASS}=all")
+    assert ran.status == 1
+    assert "near misses, nearest first" in ran.err
+    assert "match.rope-sign" in ran.err
+
+
+def test_json_on_stdout_is_a_report_and_nothing_else(capsys):
+    ran = run(capsys, "explain", MIXED, "--json", "-")
+    data = json.loads(ran.out)
+    jsonschema.validate(data, schema())
+    assert fusion.Report.from_dict(data).count(PASS) == 1
+
+
+def test_files_are_written_once(capsys, tmp_path):
+    report, page = tmp_path / "r.json", tmp_path / "r.html"
+    wanted = ["explain", GOOD, "--json", str(report), "--html", str(page)]
+    assert run(capsys, *wanted).status == 0
+    jsonschema.validate(json.loads(report.read_text()), schema())
+    before = page.read_bytes()
+    refused = run(capsys, *wanted)
+    assert refused.status == 2
+    assert "exists; pass --overwrite" in refused.err
+    assert refused.out == ""  # refused before any work
+    assert page.read_bytes() == before
+    assert run(capsys, *wanted, "--overwrite").status == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [("", "is a folder"), ("none/r.json", "does not exist")]
+)
+def test_places_that_cannot_be_written(capsys, tmp_path, place, message):
+    ran = run(capsys, "explain", GOOD, "--json", str(tmp_path / place))
+    assert ran.status == 2
+    assert message in ran.err
+
+
+def test_the_baseline_tells_what_changed(capsys, tmp_path):
+    good, mixed = tmp_path / "good.json", tmp_path / "mixed.json"
+    assert run(capsys, "explain", f"{MODELS}:mixed", "--json", str(mixed)).status == 0
+    data = json.loads(mixed.read_text())
+    for site in data["graphs"][0]["sites"]:
+        if site["pass"] == PASS and site["status"] != "fused":
+            site.update(status="fused", reasons=[], kernel="reference", operation=PASS)
+    good.write_text(json.dumps(data))
+    same = run(capsys, "explain", MIXED, "--baseline", str(mixed), "--pass", PASS)
+    assert same.status == 0
+    assert f"nothing changed since {mixed}" in same.out
+    worse = run(capsys, "explain", MIXED, "--baseline", str(good), "--pass", PASS)
+    assert worse.status == 1
+    golden("explain-baseline", worse.out.replace(str(good), "good.json"))
+    better = run(capsys, "explain", GOOD, "--baseline", str(good))
+    assert better.status == 1  # a layer is gone
+    assert "gone: layers.2" in better.out
+
+
+def test_baselines_that_are_none(capsys, tmp_path):
+    bad = tmp_path / "b.json"
+    bad.write_text('{"schema": 7}')
+    for path in (bad, tmp_path / "none.json"):
+        ran = run(capsys, "explain", GOOD, "--baseline", str(path))
+        assert ran.status == 2
+        assert "is no fusion report" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "is no SOURCE"),
+        (["Qwen/Qwen3-8B"], "Names on a model hub are not looked up"),
+        (["none/config.json"], "there is no file"),
+        (["none.pt2"], "there is no file"),
+        (["no_such_module:build"], "could not be imported"),
+        ([f"{MODELS}:nobody"], "has no 'nobody'"),
+        ([f"{MODELS}:raising"], "RuntimeError: no such checkpoint"),
+        ([f"{MODELS}:shapeless"], "must return (model, args, kwargs)"),
+        ([f"{MODELS}:NOTHING"], "not callable"),
+        ([GOOD, "--target", "gfx9x"], "is no chip that fusion knows"),
+        ([GOOD, "--target", "gfx942,aiter"], "is not PACKAGE=VERSION"),
+        ([GOOD, "--option", "numerics"], "is not KEY=VALUE"),
+        ([GOOD, "--option", "numeric=exact"], "did you mean 'numerics'"),
+        ([GOOD, "--pass", "qk"], "no pass is called 'qk'"),
+        ([GOOD, "--site", "encoder"], "no site matches 'encoder'"),
+        ([GOOD, "--json", "-", "--html", "-"], "cannot both go to stdout"),
+        ([GOOD, "--dtype", "bf17"], "is no dtype"),
+        ([GOOD, "--phase", "both"], "prefill"),
+        ([GOOD, "--nonsense"], "No such option"),
+        ([], "SOURCE"),
+    ],
+)
+def test_usage_errors_are_status_2_and_say_what_is_wrong(capsys, arguments, message):
+    ran = run(capsys, "explain", *arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert message in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_options_reach_the_pipeline(capsys):
+    out = run(capsys, "explain", GOOD, "-o", f"{PASS}=off").out
+    assert "off: config.off" in out
+    out = run(capsys, "explain", GOOD, "-o", PASS + '={"max_tokens": 3}').out
+    assert "profit.token-range" in out
+    out = run(capsys, "explain", GOOD, "--kernels", "nope,reference").out
+    assert "no kernel nope" in out
+
+
+def test_no_colour_without_a_terminal_or_with_no_color(capsys, monkeypatch):
+    assert "\x1b" not in run(capsys, "explain", MIXED).out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in run(capsys, "explain", MIXED).out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run(capsys, "explain", MIXED).out
+
+
+def test_exported_programs(capsys, tmp_path):
+    file = tmp_path / "net.pt2"
+    torch.export.save(exported(), file)
+    ran = run(capsys, "explain", str(file), "--expect", f"{PASS}=1")
+    assert ran.status == 0, ran.err
+    assert "(export)" in ran.out
+
+
+def test_an_exported_program_with_pickled_objects_is_not_loaded(capsys, tmp_path):
+    file = tmp_path / "bad.pt2"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("bad/data/constants/opaque_obj_0", b"cos\nsystem\n(S'exit 1'\ntR.")
+    ran = run(capsys, "explain", str(file))
+    assert ran.status == 2
+    assert "would run code" in ran.err
+    other = tmp_path / "text.pt2"
+    other.write_text("no archive")
+    assert "is no .pt2 archive" in run(capsys, "explain", str(other)).err

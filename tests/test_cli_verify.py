@@ -1,0 +1,78 @@
+"""``fusion verify``: equal, not equal, the first bad site, and the script that shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import fusion.selection as selection
+from tests.cli import MODELS, golden, run
+
+PASS = "qk_norm_rope_kv_cache"
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    """The reference kernel of the prologue gives a wrong q."""
+    known = selection._load()
+
+    def spoil(kernel):
+        if (kernel.op, kernel.name) != (PASS, "reference"):
+            return kernel
+
+        def fn(*args, **kwargs):
+            q, k = kernel.fn(*args, **kwargs)
+            return q * 1.25, k
+
+        return replace(kernel, fn=fn)
+
+    spoilt = replace(known, kernels=tuple(map(spoil, known.kernels)))
+    monkeypatch.setattr(selection, "_load", lambda: spoilt)
+
+
+def test_equal(capsys):
+    ran = run(capsys, "verify", f"{MODELS}:good")
+    assert (ran.status, ran.err) == (0, "")
+    golden("verify-equal", ran.out)
+
+
+def test_json(capsys):
+    data = json.loads(run(capsys, "verify", f"{MODELS}:good", "--json", "-").out)
+    assert data["equal"] is True
+    assert len(data["sites"]) == 2
+
+
+def test_a_wrong_kernel_is_found_with_its_site_and_a_script(capsys, tmp_path, wrong_kernel):
+    script = tmp_path / "repro.py"
+    ran = run(capsys, "verify", f"{MODELS}:mixed", "-o", "validate=false", "--repro", str(script))
+    assert ran.status == 1
+    assert "NOT equal" in ran.out
+    assert "first site that differs: layers.0" in ran.out
+    assert f"wrote {script}" in ran.err
+    names = {"__name__": "repro"}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    capsys.readouterr()
+    assert names["main"]() == 1
+    assert "elements differ, at most by" in capsys.readouterr().out
+    # By itself, with the kernel as it is, the script finds nothing.
+    alone = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert "0 elements differ" in alone.stdout
+
+
+def test_a_wrong_kernel_within_the_tolerance(capsys, wrong_kernel):
+    ran = run(capsys, "verify", f"{MODELS}:good", "-o", "validate=false", "--tolerance", "100")
+    assert ran.status == 0
+    assert "equal within 100" in ran.out
+
+
+def test_without_a_script_the_option_is_named(capsys, wrong_kernel):
+    ran = run(capsys, "verify", f"{MODELS}:good", "-o", "validate=false")
+    assert ran.status == 1
+    assert "pass --repro FILE" in ran.err
