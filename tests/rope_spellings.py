@@ -125,7 +125,7 @@ def head_of(x: torch.Tensor, spelling: Spelling, rotary: int, c: Any, s: Any) ->
 
 
 def read(traced: Traced, dims: str = "bhsd") -> Rope:
-    fact = read_rope(traced.view(dims))
+    fact = read_rope(traced.view(dims), complex_tables=True)
     assert isinstance(fact, Rope), fact
     assert_rope_holds(traced, fact)
     return fact

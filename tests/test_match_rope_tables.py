@@ -19,6 +19,7 @@ from tests.rope_spellings import (
     by_chunks,
     gptj,
     read,
+    refused,
     rotate_half,
     tables,
     value,
@@ -192,8 +193,10 @@ def test_complex_table() -> None:
         pairs = torch.view_as_complex(x.float().reshape(S, H, 16, 2))
         return torch.view_as_real(pairs * table[:, None]).flatten(2).type_as(x)
 
-    rope = read(trace(opaque, value(S, H, 32, dtype=bf16), torch.complex(c, s)), "thd")
+    traced = trace(opaque, value(S, H, 32, dtype=bf16), torch.complex(c, s))
+    rope = read(traced, "thd")
     assert (rope.cos.part, rope.sin.part) == ("real", "imag")
+    refused(traced, "match.rope-table", "thd")
     assert rope.rope_dtype == torch.float32
 
 

@@ -43,15 +43,23 @@ _Split: TypeAlias = tuple[Trail, Trail]
 """A product's factors told apart: x, then the table."""
 
 
-def read_rope(view: TokenView) -> Rope | Miss:
+def read_rope(view: TokenView, *, complex_tables: bool = False) -> Rope | Miss:
     """The rope whose result is ``view`` (through any views that only move it), or a Miss.
 
     ``Rope.out`` is the node nearest to the arithmetic that still holds exactly the value in its
     final dtype, so its token dimensions are those of the computation; integer ``roles`` of the
     tables index them. What stands before the rope is :func:`fusion.match.norm.read_norm`'s job.
+
+    ``complex_tables`` also accepts cos and sin that exist only as the parts of one complex node
+    (``RopeTable.part``); without it they are refused, because no fused operation takes them.
     """
     try:
-        return read_rope_or_raise(view)
+        rope = read_rope_or_raise(view)
+        for table in (rope.cos, rope.sin):
+            if table.part is not None and not complex_tables:
+                message = f"cos and sin exist only as the parts of the complex {table.node.name}"
+                raise No("match.rope-table", message, table.node, 6, have=f"{table.part} part")
+        return rope
     except No as no:
         return no.miss
     except Unreadable as error:
