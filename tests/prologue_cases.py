@@ -191,13 +191,6 @@ def build(case: Case, device: str = "cpu") -> tuple[dict[str, Any], Tensor | Non
     return args, storage if "cache" in case.op else None
 
 
-def _to_double(args: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() and "cache" not in k
-        else v for k, v in args.items()
-    }  # fmt: skip
-
-
 def close(name: str, got: Tensor, want: Tensor, ulps: float, scale: Tensor | float) -> None:
     """Equal up to ``ulps`` units of the output dtype at the size of the operands ``scale``."""
     assert got.shape == want.shape, f"{name}: shape {got.shape} for {want.shape}"
