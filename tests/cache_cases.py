@@ -177,6 +177,13 @@ def rows_value_first(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor) ->
     return kc.sum() + vc.sum()
 
 
+def rows_value_computed(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor) -> Tensor:
+    """V is written before K, and both are computed; only K is rotated."""
+    vc[s] = v * 3 - 1
+    kc[s] = torch.cat((-k[..., D // 2 :], k[..., : D // 2]), -1) * 2 + k
+    return kc.sum() + vc.sum()
+
+
 def rows_two_token_axes(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor) -> Tensor:
     """Slots ``[1, T]`` and rows ``[1, T, H, D]``."""
     kc[s[None]] = k[None]
@@ -206,6 +213,18 @@ def rows_read_key(k: Tensor, v: Tensor, c: Tensor, s: Tensor) -> Tensor:
     a = c[0].sum()
     c.view(2, -1, HK, D)[1][s] = v
     return c.sum() + a
+
+
+def one_write_cat(k: Tensor, v: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    """K and V side by side in one row, one write."""
+    c[s // PAGE, s % PAGE] = torch.cat((k, v), -1)
+    return c.sum()
+
+
+def one_write_stack(k: Tensor, v: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    """K above V, one write."""
+    c.view(2, -1, HK, D)[:, s] = torch.stack((k, v))
+    return c.sum()
 
 
 def static_positions(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, s: Tensor) -> Tensor:
@@ -380,6 +399,7 @@ GOOD: tuple[Case, ...] = (
         tokens=_slots_at(4, _ROWS),
     ),
     Case(rows_value_first, _flat, tokens=_slots_at(4, _ROWS)),
+    Case(rows_value_computed, _flat, tokens=_slots_at(4, _ROWS)),
     Case(rows_two_token_axes, _flat, tokens=_slots_at(4, _ROWS)),
     Case(rows_merged_heads, _packed, tokens=_slots_at(3, _ROWS)),
     Case(
@@ -389,6 +409,12 @@ GOOD: tuple[Case, ...] = (
         tokens=_slots_at(3, _ROWS),
     ),
     Case(rows_read_key, _packed, tokens=_slots_at(3, _ROWS)),
+    Case(
+        one_write_cat,
+        lambda: (*rows(), old(BLOCKS, PAGE, HK, 2 * D), slots()),
+        tokens=_slots_at(3, _ROWS),
+    ),
+    Case(one_write_stack, _packed, tokens=_slots_at(3, _ROWS)),
     Case(static_positions, _static, tokens=_slots_at(4, _TOKENS_STATIC)),
     Case(static_scatter, _static, tokens=_slots_at(4, _TOKENS_STATIC)),
     Case(static_range, _static, tokens=_TOKENS_STATIC),

@@ -132,6 +132,8 @@ def test_the_rotated_side_is_the_key_whatever_the_order() -> None:
     fact = _one(cases.rows_value_first)
     assert fact.value.node.op == "placeholder"
     assert fact.key.node.op == "call_function"
+    computed = _one(cases.rows_value_computed)
+    assert computed.key.node.name.startswith("add")
     back = swapped(fact)
     assert back.key == fact.value and back.value_plane == fact.key_plane
 

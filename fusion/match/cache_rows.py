@@ -302,7 +302,7 @@ def finish(
         blocks = (region.size[at[0]], region.stride[at[0]])
         pages = (region.size[at[1]], region.stride[at[1]])
     else:
-        blocks, pages = _paged(trace, write, region.size[at[0]], region.stride[at[0]])
+        blocks, pages = paged(trace, write, region.size[at[0]], region.stride[at[0]])
     plane = Region(
         (blocks[0], pages[0], head[0], view.dim),
         (blocks[1], pages[1], head[1], 1),
@@ -344,7 +344,7 @@ def _fills(have: Size, need: Size) -> bool:
     return cv.equal(have, need) or (not isinstance(need, int) and cv.known(have != 1))
 
 
-def _paged(
+def paged(
     trace: Trace, write: RawWrite, size: Size, stride: Size
 ) -> tuple[tuple[Size, Size], tuple[Size, Size]]:
     """Blocks and block size behind a flat slot dimension, from the base where it shows them."""

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from fusion.graph import functional
 from fusion.match import cache_view as cv
+from fusion.match.cache_packed import split_packed
 from fusion.match.cache_rows import Rows, read_rows, tokens_of
 from fusion.match.cache_trace import RawWrite, Trace
 from fusion.match.cache_view import Region
@@ -118,7 +119,6 @@ def find_cache_writes(graph: Graph) -> list[CacheWrite | Miss]:
 
 def _pairs(trace: Trace, rows: list[Rows]) -> list[tuple[Rows, Rows | None]]:
     """K and V writes of the same slots and geometry, in graph order; leftovers with None."""
-    del trace
     waiting: list[Rows] = []
     pairs: list[tuple[Rows, Rows | None]] = []
     for row in rows:
@@ -129,7 +129,10 @@ def _pairs(trace: Trace, rows: list[Rows]) -> list[tuple[Rows, Rows | None]]:
                 break
         else:
             waiting.append(row)
-    return pairs + [(row, None) for row in waiting]
+    for row in waiting:
+        halves = split_packed(trace, row)
+        pairs.append(halves if halves is not None else (row, None))
+    return pairs
 
 
 _MOVES = {
@@ -152,13 +155,31 @@ def _projected(view: TokenView) -> bool:
     return node.op == "placeholder" or cv.op_name(node) in _PROJECTIONS
 
 
+_ROTATIONS = {"aten::cat", "aten::neg", "aten::stack", "aten::view_as_real"}
+
+
+def _rotated(view: TokenView, depth: int = 6) -> bool:
+    """Whether something that looks like a rotation stands close behind the rows."""
+    level = {view.node}
+    for _ in range(depth):
+        if any(n.op == "call_function" and cv.op_name(n) in _ROTATIONS for n in level):
+            return True
+        level = {i for n in level for i in n.all_input_nodes if i.op == "call_function"}
+    return False
+
+
 def _roles(first: Rows, second: Rows) -> tuple[Rows, Rows]:
-    """Which of two writes is K: the one that is computed, not only projected; else the first.
+    """Which of two writes is K: the computed one where the other is only projected.
+
+    Where both are computed (V may be normalised), the one that is rotated; else the first.
 
     A wrong guess is no wrong result (the pass then finds no rope on the key), and
     :func:`swapped` turns the fact around.
     """
-    if _projected(first.view) and not _projected(second.view):
+    projected = _projected(first.view), _projected(second.view)
+    if projected[0] != projected[1]:
+        return (second, first) if projected[0] else (first, second)
+    if _rotated(second.view) and not _rotated(first.view):
         return second, first
     return first, second
 
