@@ -128,6 +128,16 @@ def test_no_tokens_and_no_requests() -> None:
     assert not paged_attention(*positional, **keywords).any()
 
 
+def test_strided_lengths_tables_and_sinks() -> None:
+    problem = Problem((3, 2), (40, 21), sinks=True, page=4)
+    positional, keywords = problem.arguments()
+    for i in (4, 5, 13):
+        positional[i] = torch.stack([positional[i], positional[i] * 0 - 1], 1)[:, 0]
+    positional[3] = positional[3].t().contiguous().t()
+    out = paged_attention(*positional, **keywords)
+    torch.testing.assert_close(out.double(), problem.oracle(), rtol=1e-5, atol=1e-5)
+
+
 def test_lengths_and_tables_are_read_on_the_device() -> None:
     """What a captured graph does: host numbers of the first call, contents of the second."""
     small = Problem((2, 2), (8, 8), seed=1, max_seq_len=8)

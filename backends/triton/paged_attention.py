@@ -138,6 +138,8 @@ def paged_attention(
         query = query.contiguous()
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
+    seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
+    sinks = sinks if sinks is None else sinks.contiguous()
     if scale < 0:  # the kernel takes the row maximum before it scales
         query, scale = -query, -scale
     fp8 = ""
