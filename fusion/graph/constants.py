@@ -25,7 +25,11 @@ def constant(node: Node) -> Array | None:
         except (Unreadable, RuntimeError, TypeError):
             value = None
         is_integer = value is not None and not value.is_floating_point() and not value.is_complex()
-        _KNOWN[node] = value.to(torch.int64).numpy() if is_integer and value is not None else None
+        # Inside a compile a fake mode is active, which must not see these real tensors.
+        with torch._C._DisableTorchDispatch():
+            _KNOWN[node] = (
+                value.to(torch.int64).numpy() if is_integer and value is not None else None
+            )
     return _KNOWN[node]
 
 

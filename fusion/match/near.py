@@ -17,6 +17,8 @@ from fusion.match.views import Frame, frame_of, view_at
 
 _FAR = 3
 """How many operators after the rope are looked through to find it."""
+_NORM_LIKE = 3
+"""Depth from which a norm's refusal says that an inverse root mean square was there."""
 
 
 def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView], Rope]) -> No:
@@ -30,15 +32,20 @@ def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView
         op = opaque_node(trail.end.ref.node)
         if op is not None:
             return opaque(op, 1)
+    is_norm = False
     try:
         norm = read_norm_or_raise(out)
-    except (No, Unreadable):
+    except No as no:  # a norm whose operand is put together from parts, as ropes are
+        is_norm = no.miss.depth >= _NORM_LIKE
+    except Unreadable:
         pass
     else:
         if _reads(norm.x, read) or _rotated(norm.x, read, _FAR) is not None:
             return No("match.norm-order", "the norm runs after the rope", out.node, 4)
         return No("match.no-rope", "the value is a norm without a rope", out.node, 1)
     found = _rotated(out, read, _FAR)
+    if found is not None and is_norm:
+        return No("match.norm-order", "the norm runs after the rope", out.node, 4)
     if found is not None:
         return No("match.rope-form", f"{found.name} stands after the rope", found, 4)
     return No("match.no-rope", f"{node.name} is not a rotation", node, 0)

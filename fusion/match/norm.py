@@ -109,8 +109,9 @@ class _Reading(FormReader):
         out_dtype = dtype_of(view.node)
         if scaled.down is not None and scaled.down != x_dtype:
             raise No(
-                "match.norm-dtype", "the norm's result is cast to another dtype than its input's",
-                top.node, 5, have=str(scaled.down), need=str(x_dtype),
+                "match.norm-dtype",
+                f"{x.node.name} is normed in its own dtype, and the result is cast to another",
+                x.node, 5, have=f"{x_dtype} to {scaled.down}", need="one dtype before and after",
             )  # fmt: skip
         want = x_dtype if x_dtype in WIDE else torch.float32
         if self.wide != {want}:

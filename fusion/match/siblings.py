@@ -132,25 +132,41 @@ class RopeFinder:
             if end in key.nodes:
                 continue
             for view in _views(end, key.out):
-                fact = read_rope(view)
+                fact = read_rope(view, complex_tables=True)
                 if isinstance(fact, Rope):
                     if node not in fact.nodes or fact.out.node is key.out.node:
                         continue
                     fact = _past_casts(fact)
-                    if same_tables(key, fact):
+                    if (differ := _other_form(key, fact)) is not None:
+                        fact = differ
+                    elif same_tables(key, fact):
                         return [fact]
-                    fact = Miss(
-                        Reason(
-                            "match.token-order",
-                            "rotated with other rows of cos and sin than the key",
-                            node=fact.out.node.name,
-                        ),
-                        fact.out.node,
-                        4,
-                    )
+                    else:
+                        message = "rotated with other rows of cos and sin than the key"
+                        name = fact.out.node.name
+                        reason = Reason("match.token-order", message, node=name)
+                        fact = Miss(reason, fact.out.node, 4)
                 if best is None or fact.depth > best.depth:
                     best = fact
         return [best] if best is not None else []
+
+
+def _other_form(key: Rope, query: Rope) -> Miss | None:
+    """Where two ropes rotate differently, their tables cannot be compared: say that instead."""
+    for what, k, q in (
+        ("rope style", key.style, query.style),
+        ("rotary width", key.rotary_dim, query.rotary_dim),
+    ):
+        if k != q:
+            reason = Reason(
+                "match.q-k-differ",
+                f"q and k differ in their {what}",
+                have=f"q {q}, k {k}",
+                need="the same for both",
+                node=query.out.node.name,
+            )
+            return Miss(reason, query.out.node, 4, (query,))
+    return None
 
 
 def activations(node: Node) -> set[Node]:
@@ -270,7 +286,7 @@ def _past_casts(rope: Rope) -> Rope:
         view = TokenView(
             users[0], v.order, v.token_dims, v.token_sizes, v.tokens, v.heads, v.dim, v.merged_heads
         )
-        wider = read_rope(view)
+        wider = read_rope(view, complex_tables=True)
         if isinstance(wider, Rope):
             return wider
     return rope
