@@ -185,9 +185,11 @@ def prologue(x: Inputs, m: str) -> tuple[Tensor, ...]:
     if m == "opaque op after rope":
         k = opaque_scale(k)  # opaque op after rope
     if m == "tokens of k reversed":
-        k = k.flip(0)
+        k = k.flip(0)  # tokens of k reversed
     if m == "heads of k reversed":
-        k = k.flip(1)
+        k = k.flip(1)  # heads of k reversed
+    if m == "graph break before the write":
+        torch._dynamo.graph_break()
     key, value = x.cache.split([D, D], -1)
     write(x, k, v, key, value, m, more)
     seen = x.cache.flatten(0, 1)[x.slots].float().sum(0)
@@ -220,8 +222,6 @@ def write(
         key[0, :T].copy_(k)  # static copy instead of slots
         value[0, :T].copy_(v)
         return
-    if m == "graph break before the write":
-        torch._dynamo.graph_break()
     fusion.ops.kv_cache_write(k, v, key, value, x.slots)
 
 

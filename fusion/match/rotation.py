@@ -174,6 +174,18 @@ class _Reading:
 
     # --- with x chosen --------------------------------------------------------------------------
 
+    def _reordering(self) -> Node | None:
+        """The node after which tokens and heads no longer stand in the result's own order."""
+        heads = [p.head for p in self.pieces]
+        before: Node | None = None
+        for node in common(heads):
+            parts = [(t.labels, hop.ref.index) for t in heads if (hop := t.at(node)) is not None]
+            index = assemble(parts, self.labels)
+            if index is None or view_at(self.frame, node, index, self.labels) is None:
+                return before
+            before = node
+        return before
+
     def _with(
         self,
         out: TokenView,
@@ -191,6 +203,9 @@ class _Reading:
         index = assemble(parts, self.labels)
         x = index and view_at(self.frame, x_node, index, self.labels, merged=merged)
         if not x:
+            if (mover := self._reordering()) is not None:
+                message = f"{mover.name} puts the rotated rows into another order"
+                raise No("match.token-order", message, mover, 3)
             raise No(
                 "match.rope-form",
                 f"the rotated value is not [tokens, {self.frame.heads}, {self.frame.dim}] "
