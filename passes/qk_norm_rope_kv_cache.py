@@ -86,7 +86,7 @@ class QKNormRopeKVCache:
                 )
         try:
             before = describe.listing(chain)
-            new = emit(graph, chain, operation, kernel.name)
+            new = emit(graph, chain, operation, kernel.name, validate=context.config.validate)
         except SurgeryError as error:
             return describe.refused(context, chain, operation, (error.reason,), selection, checked)
         return describe.done(context, chain, operation, selection, checked, before, new)

@@ -204,10 +204,19 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor, rotary: int) -> Tensor:
     return torch.cat((out, rest), -1) if rest.shape[-1] else out
 
 
+def _complex(x: Tensor, cos: Tensor, sin: Tensor, rotary: int) -> Tensor:
+    table = torch.complex(cos.float(), sin.float()).unsqueeze(1)
+    rot, rest = x[..., :rotary].float(), x[..., rotary:]
+    pairs = torch.view_as_complex(rot.unflatten(-1, (-1, 2)).contiguous())
+    out = torch.view_as_real(pairs * table).flatten(-2).type_as(x)
+    return torch.cat((out, rest), -1) if rest.shape[-1] else out
+
+
 ROPES: dict[str, Callable[..., Tensor]] = {
     "chunk": _half,
     "rotate_half": _rotate_half,
     "interleaved": _interleaved,
+    "complex": _complex,
 }
 
 

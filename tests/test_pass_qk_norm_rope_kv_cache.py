@@ -43,20 +43,49 @@ def test_norm_and_rope_spellings(norm, rope):
     fuses(variant(norm=norm, rope=rope), unfused=rope == "chunk")
 
 
+FLAT = ("slots", "index_copy", "scatter")
+"""Spellings that view blocks and offsets as one dimension, which not every layout allows."""
+
+
 @pytest.mark.parametrize(
-    "layout", [x for x in KVCacheLayout if x.name not in ("SHUFFLE", "HF_STATIC")]
+    ("write", "layout"),
+    [
+        (write, layout)
+        for write in ("op", "block_offset", *FLAT)
+        for layout in KVCacheLayout
+        if layout.name not in ("SHUFFLE", "HF_STATIC")
+        and (write not in FLAT or layout.name in ("NHD", "KV_FIRST"))
+    ],
 )
-@pytest.mark.parametrize("write", ["op", "slots", "index_copy", "block_offset", "scatter"])
 def test_cache_write_spellings(write, layout):
-    if write in ("slots", "index_copy", "scatter") and layout in (
-        KVCacheLayout.PACKED,
-        KVCacheLayout.HND,
-        KVCacheLayout.BLOCK_FIRST,
-    ):
-        pytest.skip(
-            "blocks and offsets of this layout are no one dimension: torch refuses the view"
-        )
     fuses(variant(write=write, layout=layout))
+
+
+def test_a_complex_table_as_a_graph_input():
+    """Llama's own spelling: freqs_cis, rotated by a complex product."""
+
+    def block(x, table):
+        q, k, v = x.qkv.split([8 * 32, 4 * 32, 4 * 32], -1)
+        q, k, v = q.view(-1, 8, 32), k.view(-1, 4, 32), v.view(-1, 4, 32)
+        rows = table[x.positions].unsqueeze(1)
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.float().unflatten(-1, (-1, 2))) * rows)
+            .flatten(-2)
+            .to(t.dtype)
+            for t in (q, k)
+        )
+        key, value = x.planes(variant())
+        fusion.ops.kv_cache_write(k, v, key, value, x.slots)
+        return q, key.float().sum()
+
+    x, y = inputs(variant()), inputs(variant())
+    table = torch.polar(torch.ones(64, 16), torch.rand(64, 16) * 6)
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    for a, b in zip(block(x, table), fn(y, table), strict=True):
+        assert same_bits(a, b)
+    assert same_bits(x.cache, y.cache)
+    (site,) = fusion.reports()[-1].sites
+    assert (site.status, site.operation) == ("fused", "rope_kv_cache"), site.reasons
 
 
 @pytest.mark.parametrize("rotary", [8, 16, 32])

@@ -136,7 +136,8 @@ class Emitter:
 
     def tokens(self, view: TokenViewLike) -> Node:
         """``[tokens, heads, dim]`` of a token view."""
-        key = ("tokens", view.node, view.order, view.heads, view.dim)
+        known_by = (view.order, view.token_dims, view.heads, view.dim, view.merged_heads)
+        key = ("tokens", view.node, *known_by)
         return self.once(key, lambda: self._tokens(view))
 
     def _tokens(self, view: TokenViewLike) -> Node:
@@ -163,7 +164,8 @@ class Emitter:
     def table(self, table: TableLike, tokens: TokenViewLike | None) -> Node:
         """cos or sin as ``[tokens, width]``, or the table itself where positions index it."""
         sizes = () if tokens is None or table.positions is not None else tokens.token_sizes
-        key = ("table", table.node, table.roles, table.columns, tuple(map(str, sizes)))
+        known_by = (table.node, table.roles, table.columns, table.part, table.positions)
+        key = ("table", *known_by, tuple(map(str, sizes)))
         return self.once(key, lambda: self._table(table, tuple(sizes)))
 
     def _table(self, table: TableLike, sizes: tuple[Any, ...]) -> Node:
@@ -174,6 +176,10 @@ class Emitter:
             raise EmitError(f"{node.name} has no dim axis")
         axis = roles.index("dim")
         start, end = table.columns
+        if table.part is not None:  # cos and sin are the components of one complex table
+            pairs = self.call(aten.view_as_real.default, (node,), before=before)
+            part = ("real", "imag").index(table.part)
+            node = self.call(aten.select.int, (pairs, -1, part), before=before)
         if not (start == 0 and known(value.shape[axis] == end)):
             node = self.call(aten.slice.Tensor, (node, axis, start, end), before=before)
         if table.positions is not None:

@@ -94,6 +94,7 @@ def rewrite(
     tokens: TokenViewLike | None = None,
     anchor: Node | None = None,
     watch: Callable[[str], None] | None = None,
+    verify: Callable[[Node], None] | None = None,
 ) -> Rewritten:
     """Replace a write and/or some values by one call of ``op``.
 
@@ -105,7 +106,8 @@ def rewrite(
     called ``key``). New nodes inherit ``anchor``'s provenance (default: the write's).
 
     Raises :class:`SurgeryError`; then the graph is unchanged. ``watch`` is called with a text
-    before every change, for tests that inject failures.
+    before every change, for tests that inject failures. ``verify`` is given the new call before
+    anything is final; what it raises undoes the rewrite.
     """
     site = _site_of(graph)
     if anchor is None and write is not None:
@@ -118,6 +120,8 @@ def rewrite(
         call = surgeon.operate()
         if _guards(site.shape_env) != guards:
             raise SurgeryError(Reason("internal.error", "the rewrite would add a guard"))
+        if verify is not None:
+            verify(call)
         new = tuple(transaction.created)
         erased = transaction.commit(surgeon.dead())
         return Rewritten(call, new, erased)

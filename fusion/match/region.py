@@ -305,6 +305,10 @@ def _infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
         if target is aten.unsqueeze.default:
             at = int(node.args[1]) % (len(d) + 1)  # type: ignore[arg-type]
             return (*d[:at], (), *d[at:])
+        if target is aten.view_as_real.default:
+            return (*d, ((2, 2),))
+        if target is aten.view_as_complex.default:
+            return d[:-1]
         if target is aten.select.int:
             at = int(node.args[1]) % len(d)  # type: ignore[arg-type]
             return (*d[:at], *d[at + 1 :])

@@ -76,7 +76,7 @@ def read_chain(
     ``finder`` searches the write's graph for ropes; ``taken`` holds rope outputs that belong to
     other layers already.
     """
-    k_rope = read_rope(write.key)
+    k_rope = read_rope(write.key, complex_tables=True)
     if isinstance(k_rope, Miss):
         return replace(_broken(k_rope, write.key), facts=(*k_rope.facts, write))
     q_rope = find_query(k_rope, finder, taken)

@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fusion import ops
-from fusion.graph.surgery import rewrite
+from fusion.graph import functional
+from fusion.graph.surgery import SurgeryError, rewrite
 from fusion.match.facts import TokenView
 from fusion.passes.prologue.chain import Chain
+from fusion.passes.prologue.check import check_operands
 from fusion.passes.prologue.operation import Operation
 
 
-def emit(graph: Graph, chain: Chain, operation: Operation, kernel: str) -> list[str]:
+def emit(
+    graph: Graph, chain: Chain, operation: Operation, kernel: str, *, validate: bool = True
+) -> list[str]:
     """Rewrite the graph; returns the new nodes as text.
+
+    With ``validate`` the operands of the new call are computed small by the emitted nodes and
+    compared with what the operation was checked with, before the rewrite is final.
 
     Raises :class:`~fusion.graph.surgery.SurgeryError`; then the graph is as it was.
     """
@@ -25,6 +32,12 @@ def emit(graph: Graph, chain: Chain, operation: Operation, kernel: str) -> list[
     if chain.write is None or operation.attributes.get("return_key"):
         outputs[1] = [chain.k_rope.out]
     op = getattr(torch.ops.fusion, operation.name).default
+
+    def verify(call: Node) -> None:
+        reason = check_operands(chain, operation, call_arguments(call))
+        if reason is not None:
+            raise SurgeryError(reason)
+
     done = rewrite(
         graph,
         op,
@@ -33,5 +46,15 @@ def emit(graph: Graph, chain: Chain, operation: Operation, kernel: str) -> list[
         outputs=outputs,
         tokens=chain.key,
         anchor=chain.k_rope.out.node,
+        verify=verify if validate else None,
     )
     return [n.format_node() or n.name for n in done.nodes if not n._erased]
+
+
+def call_arguments(call: Node) -> dict[str, Any]:
+    """The arguments of the emitted call by name, whatever it is wrapped in."""
+    if functional.is_auto_functionalized(call):
+        return functional.plain_kwargs(call)
+    target: Any = call.target
+    names = [a.name for a in target._schema.arguments]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}

@@ -144,6 +144,8 @@ def _view_strides(
 def _table_spec(table: RopeTable) -> TensorSpec:
     value = table.node.meta["val"]
     start, stop = table.columns
+    # A component of a complex table is a real tensor with every other element.
+    step = 1 if table.part is None else 2
     if table.positions is not None:
         rows, stride = _int(value.shape[0]), _int(value.stride(0))
     else:
@@ -152,8 +154,8 @@ def _table_spec(table: RopeTable) -> TensorSpec:
         stride = _int(value.stride(sized[-1])) if len(sized) == 1 else stop - start
     return TensorSpec(
         (rows, stop - start),
-        value.dtype,
-        (stride, 1),
+        value.dtype.to_real(),
+        (None if stride is None else stride * step, step),
         value.device.type,
         base=root_of(table.node).node.name,
         hints=(rows, stop - start),

@@ -80,23 +80,29 @@ class SmallCache:
         typed = base if base.dtype == plane.dtype else base.view(plane.dtype)
         return torch.as_strided(typed, size, (*steps, *strides), offset)
 
-    def slot_mapping(self, slots: Slots, inputs: Mapping[Node, Input]) -> Tensor:
-        """The canonical slot of every token, in the token order of the key."""
+    def slot_mapping(
+        self, slots: Slots, inputs: Mapping[Node, Input], *, full_size: bool = False
+    ) -> Tensor:
+        """The canonical slot of every token, in the token order of the key.
+
+        ``full_size`` counts in the blocks and pages of the graph's cache, as emitted nodes do.
+        """
+        blocks, page = self.blocks, self.block_size
+        if full_size:
+            blocks, page = (hint(size) for size in self.write.key_plane.size[:2])
         index = inputs[slots.node].value.to(torch.int64).reshape(-1)
         if slots.kind == "block_offset":
             assert slots.offset is not None
             offset = inputs[slots.offset].value.to(torch.int64).reshape(-1)
-            block = torch.where(index < 0, index + self.blocks, index)
-            return block * self.block_size + torch.where(
-                offset < 0, offset + self.block_size, offset
-            )
+            block = torch.where(index < 0, index + blocks, index)
+            return block * page + torch.where(offset < 0, offset + page, offset)
         if slots.kind == "slots":
             return index
         if slots.batch is not None:
-            index = torch.where(index < 0, index + self.block_size, index)
-            sequences = torch.arange(self.blocks)[:, None] * self.block_size
+            index = torch.where(index < 0, index + page, index)
+            sequences = torch.arange(self.blocks)[:, None] * page
             return (sequences + index[None]).reshape(-1)
-        return torch.where(index < 0, index + self.blocks * self.block_size, index)
+        return torch.where(index < 0, index + blocks * page, index)
 
     def special(self, node: Node, values: dict[Node, Any], dims: dict[Node, Dims]) -> Any:
         """Run a functionalised ``kv_cache_write``, whose arguments bake the cache's sizes."""
