@@ -114,8 +114,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _explain(g: Group, code: Code | None) -> list[str]:
     site = g.first
-    places = [where(s) for s in g.sites]
-    shown = ", ".join(places[:4]) + (f", ... ({len(places)} in all)" if len(places) > 4 else "")
+    places = list(dict.fromkeys(where(s) for s in g.sites))
+    shown = ", ".join(places[:4])
+    if len(places) > 4 or len(places) < len(g.sites):
+        shown += f"{', ...' if len(places) > 4 else ''} ({len(g.sites)} in all)"
     status = site.status if site.applicable else "left alone"
     lines = [f"  {status}: {shown}" + (f" at {site.source}" if site.source else "")]
     lines += _code_line(site.source, code, "    ")
