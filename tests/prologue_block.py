@@ -250,12 +250,19 @@ def _write_scatter(block: Block, x: Inputs, k: Tensor, v: Tensor) -> None:
     value.scatter_(0, index, v)
 
 
+def _write_range(block: Block, x: Inputs, k: Tensor, v: Tensor) -> None:
+    key, value = (p.view(-1, *p.shape[2:]) for p in x.planes(block))
+    key[3 : 3 + block.tokens] = k
+    value[3 : 3 + block.tokens] = v
+
+
 WRITES: dict[str, Callable[..., None]] = {
     "op": _write_op,
     "slots": _write_slots,
     "index_copy": _write_index_copy,
     "block_offset": _write_block_offset,
     "scatter": _write_scatter,
+    "range": _write_range,
 }
 
 

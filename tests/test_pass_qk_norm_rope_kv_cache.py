@@ -43,7 +43,7 @@ def test_norm_and_rope_spellings(norm, rope):
     fuses(variant(norm=norm, rope=rope), unfused=rope == "chunk")
 
 
-FLAT = ("slots", "index_copy", "scatter")
+FLAT = ("slots", "index_copy", "scatter", "range")
 """Spellings that view blocks and offsets as one dimension, which not every layout allows."""
 
 
@@ -498,3 +498,26 @@ def test_a_graph_break_between_rope_and_write_is_named():
     )
     with pytest.raises(Exception, match="is required"):
         required(inputs(variant()))
+
+
+# --- the net under the surgeon ---------------------------------------------------------------
+
+
+def test_an_operand_that_is_emitted_wrongly_is_caught_and_undone(monkeypatch):
+    """cos handed in twice: the facts are right, the emitted nodes are not."""
+    from fusion.graph.emit import Emitter
+
+    honest = Emitter.table
+    made = []
+
+    def twice(self, table, tokens):
+        made.append(honest(self, table, tokens))
+        return made[0]
+
+    monkeypatch.setattr(Emitter, "table", twice)
+    outcome = run(variant())
+    assert outcome.site.status == "refused"
+    reason = outcome.site.reasons[0]
+    assert reason.code == "match.validation"
+    assert "operand sin" in reason.message
+    outcome.assert_equal()

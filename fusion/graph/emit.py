@@ -253,7 +253,7 @@ class Emitter:
         return node
 
     def _range(self, slots: Any, blocks: Any, page: Any) -> Node:
-        """Positions ``start`` to ``start + length`` of every block."""
+        """Slots ``start`` to ``start + length``, in every sequence where the write has a batch."""
         device = slots.node.meta["val"].device
         if isinstance(slots.start, Node):
             before = self._behind(slots.start)
@@ -263,7 +263,7 @@ class Emitter:
         if not (isinstance(slots.start, int) and slots.start == 0):
             start = self.size(slots.start, before)
             steps = self.call(aten.add.Tensor, (steps, start), before=before)
-        if not known(blocks == 1):
+        if slots.batch is not None and not known(blocks == 1):
             steps = self._batched(steps, blocks, page, before)
             steps = self.call(aten.reshape.default, (steps, [-1]), before=before)
         return steps

@@ -197,6 +197,8 @@ def _roles(operation: Operation) -> dict[Node, str]:
         elif isinstance(operand, (TokenView, RopeTable)):
             roles.setdefault(operand.node, name)
         elif isinstance(operand, Slots):
+            if operand.kind == "range":
+                continue  # its bounds are arguments of the write itself
             roles.setdefault(operand.node, name)
             if operand.offset is not None:
                 roles.setdefault(operand.offset, "slot_offset")

@@ -23,6 +23,13 @@ from fusion.passes.prologue.chain import Chain
 
 _REACH = 12
 """Data-movement nodes that are looked through between a use of the key and its rope."""
+_WRITTEN = {
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.copy.default,
+}
+"""Writes into a cache that was made inside the graph, which no slot write describes."""
 _ORDERS = {4: ((0, 2, 1, 3), (0, 1, 2, 3)), 3: ((0, 1, 2), (1, 0, 2))}
 
 
@@ -96,7 +103,7 @@ def _behind(use: Node, taken: frozenset[Node], moves_only: bool) -> Rope | None:
         rope = _rope_at(node)
         if rope is not None:
             return None if rope.out.node in taken else rope
-        if is_move(node) or not moves_only:
+        if is_move(node) or node.target in _WRITTEN or not moves_only:
             fresh = [n for n in node.all_input_nodes if n not in seen]
             seen.update(fresh)
             todo += fresh

@@ -99,7 +99,9 @@ def _spec(operand: Operand) -> TensorSpec | None:
         return _table_spec(operand)
     if isinstance(operand, Slots):
         value = operand.node.meta["val"]
-        return TensorSpec((_int(value.numel()),), torch.int64, (1,), value.device.type)
+        # A range has no slot tensor: one is made, with an entry for every row.
+        rows = None if operand.kind == "range" else _int(value.numel())
+        return TensorSpec((rows,), torch.int64, (1,), value.device.type)
     device = operand.base.meta["val"].device.type
     return TensorSpec(
         tuple(_int(s) for s in operand.size),

@@ -14,10 +14,12 @@ from torch.fx import Node
 from fusion.backends import reference
 from fusion.graph import functional
 from fusion.graph.shapes import hint, hints
+from fusion.match.cache_rows import RangeSlots
 from fusion.match.facts import CachePlane, CacheWrite, Slots
 from fusion.match.region import Dims, Factor, Input, RegionError, small_shape
 
 aten = torch.ops.aten
+_RANGED = {aten.slice.Tensor, aten.slice_scatter.default}
 _WRAPPING = {aten.index_put.default, aten._unsafe_index_put.default}
 
 
@@ -32,7 +34,13 @@ class SmallCache:
         self.small = small
         plane = write.key_plane
         blocks, block_size = hint(plane.size[0]), hint(plane.size[1])
-        if write.slots.batch is not None:  # a block is a sequence
+        batch = write.slots.batch
+        self.sequences = 1 if batch is None else small.get(hint(batch), hint(batch))
+        self.rows = self.tokens // max(1, self.sequences)
+        if write.slots.kind == "range" and batch is not None:
+            self.blocks = self.sequences
+            self.block_size = min(block_size, self.rows + 3)
+        elif write.slots.batch is not None:  # a block is a sequence
             self.blocks = small.get(blocks, blocks)
             self.block_size = min(block_size, self.tokens + 2)
         else:
@@ -90,6 +98,15 @@ class SmallCache:
         blocks, page = self.blocks, self.block_size
         if full_size:
             blocks, page = (hint(size) for size in self.write.key_plane.size[:2])
+        if isinstance(slots, RangeSlots):
+            start, rows, count = self.range_start, self.rows, self.sequences
+            if full_size:
+                given = slots.start
+                start = hint(given.meta["val"] if isinstance(given, Node) else given)
+                rows = hint(slots.length)
+                count = 1 if slots.batch is None else hint(slots.batch)
+            first = torch.arange(count)[:, None] * page
+            return (first + start + torch.arange(rows)[None]).reshape(-1)
         index = inputs[slots.node].value.to(torch.int64).reshape(-1)
         if slots.kind == "block_offset":
             assert slots.offset is not None
@@ -112,6 +129,8 @@ class SmallCache:
             if index > 0:  # the new content of a base has the factors of the base
                 dims[node] = self.bases[_written(made)[index - 1]].dims
             return values[made][index]
+        if node.target in _RANGED and self.write.slots.kind == "range":
+            return self._ranged(node, values, dims)
         if not functional.is_auto_functionalized(node):
             return NotImplemented
         write = self.write
@@ -125,6 +144,33 @@ class SmallCache:
         arguments["value_cache"] = self.view(write.value_plane, copies[write.value_plane.base])
         reference.kv_cache_write(**arguments, kv_layout=write.kv_layout)
         return (None, *(copies[b] for b in _written(node)))
+
+    @property
+    def range_start(self) -> int:
+        """The first written position of a range, in the small cache."""
+        page = (
+            self.block_size if self.write.slots.batch is not None else self.blocks * self.block_size
+        )
+        return int(page > self.rows)
+
+    def _ranged(self, node: Node, values: dict[Node, Any], dims: dict[Node, Dims]) -> Any:
+        """Run a slice or slice_scatter along the positions: its bounds are of the real cache."""
+        into = node.args[0]
+        assert isinstance(into, Node)
+        writes = node.target is aten.slice_scatter.default
+        given = node.args[2:] if writes else node.args[1:]
+        dim: Any = given[0] if given else 0
+        if not any(big != little for big, little in dims[into][dim]):
+            return NotImplemented  # cuts K or V out of a packed cache
+        bounds = (dim, self.range_start, self.range_start + self.rows)
+        if writes:
+            rows: Any = node.args[1]
+            dims[node] = dims[into]
+            return aten.slice_scatter.default(values[into], values[rows], *bounds)
+        factors = list(dims[into])
+        factors[dim] = ((hints(node.meta["val"].shape)[dim], self.rows),)
+        dims[node] = tuple(factors)
+        return aten.slice.Tensor(values[into], *bounds)
 
     def _make_base(self, base: Node) -> None:
         value = base.meta["val"]
@@ -158,6 +204,8 @@ class SmallCache:
 
     def _make_slots(self) -> dict[Node, Input]:
         slots = self.write.slots
+        if slots.kind == "range":
+            return {}
         # index_put counts a negative index from the end; index_copy and scatter refuse it.
         wraps = any(n.target in _WRAPPING for n in self.write.nodes)
         total = self.blocks * self.block_size
