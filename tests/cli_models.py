@@ -30,6 +30,11 @@ def good() -> Any:
     return _call("", "")
 
 
+def one() -> Any:
+    """One layer that fuses."""
+    return _call("")
+
+
 def mixed() -> Any:
     """A layer that fuses, one that is missed, one that is fused in part."""
     return _call("", "second sign", "mean over heads")

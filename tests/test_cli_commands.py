@@ -185,3 +185,49 @@ def test_bench_of_an_unknown_operation(capsys):
     ran = run(capsys, "bench", "--op", "matmul")
     assert ran.status == 2
     assert "is not measured" in ran.err
+
+
+# --- golden texts of what depends on the machine ---------------------------------------------
+
+
+def test_text_of_bench(capsys, monkeypatch):
+    from fusion.tools import bench
+
+    monkeypatch.setattr(bench, "_microseconds", lambda function: 12.0)
+    ran = run(capsys, "bench", "--heads", "4/2/32", "--tokens", "3", "--tokens", "64")
+    golden("bench", ran.out)
+
+
+def test_text_of_doctor():
+    from fusion.tools.doctor import to_text
+
+    reason = {"code": "plugin.broken", "message": "backend extra: ImportError: nope"}
+    found = {
+        "versions": {"fusion": "0.1.0", "python": "3.12.1", "torch": "2.13.0"},
+        "platform": "linux x86_64",
+        "target": {"vendor": "nvidia", "arch": "sm_90", "origin": "probed"},
+        "devices": ["cuda:0 NVIDIA H200, 139 GiB"],
+        "aiter": "not installed (FUSION_AITER unset)",
+        "switches": {"FUSION_AITER": None, "FUSION_DUMP": "dumps"},
+        "passes": {PASS: "fusion (fusion.passes.qk_norm_rope_kv_cache)"},
+        "kernels": {PASS: ["aiter", "triton", "reference"]},
+        "broken": [{"kind": "backend", "name": "extra", **reason}],
+        "cache": {"folder": "cache/fusion_reports", "reports": 3},
+    }
+    golden("doctor", to_text(found))
+
+
+def test_text_of_passes(monkeypatch):
+    from fusion import discovery
+    from fusion.reason import Reason
+    from fusion.report import PassStatus
+    from fusion.tools.passes import describe, to_text
+
+    known = discovery.discover()
+    mine = tuple(p for p in known.passes if p.name == PASS)
+    broken = PassStatus(
+        "extra", "not-built", (Reason("plugin.broken", "no module named extra"),), origin="extra"
+    )
+    found = discovery.Discovered(mine, (broken,))
+    monkeypatch.setattr(discovery, "discover", lambda: found)
+    golden("passes", to_text(describe(None, None, [PASS + '={"max_tokens": 8}'])))

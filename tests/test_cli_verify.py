@@ -34,14 +34,12 @@ def wrong_kernel(monkeypatch):
     monkeypatch.setattr(selection, "_load", lambda: spoilt)
 
 
-def test_equal(capsys):
-    ran = run(capsys, "verify", f"{MODELS}:good")
+def test_equal(capsys, tmp_path):
+    file = tmp_path / "result.json"
+    ran = run(capsys, "verify", f"{MODELS}:good", "--json", str(file))
     assert (ran.status, ran.err) == (0, "")
     golden("verify-equal", ran.out)
-
-
-def test_json(capsys):
-    data = json.loads(run(capsys, "verify", f"{MODELS}:good", "--json", "-").out)
+    data = json.loads(file.read_text())
     assert data["equal"] is True
     assert len(data["sites"]) == 2
 
@@ -66,13 +64,11 @@ def test_a_wrong_kernel_is_found_with_its_site_and_a_script(capsys, tmp_path, wr
     assert "0 elements differ" in alone.stdout
 
 
-def test_a_wrong_kernel_within_the_tolerance(capsys, wrong_kernel):
-    ran = run(capsys, "verify", f"{MODELS}:good", "-o", "validate=false", "--tolerance", "100")
+def test_a_wrong_kernel_within_the_tolerance_and_without_a_script(capsys, wrong_kernel):
+    command = ["verify", f"{MODELS}:one", "-o", "validate=false", "--tolerance"]
+    ran = run(capsys, *command, "100")
     assert ran.status == 0
     assert "equal within 100" in ran.out
-
-
-def test_without_a_script_the_option_is_named(capsys, wrong_kernel):
-    ran = run(capsys, "verify", f"{MODELS}:good", "-o", "validate=false")
+    ran = run(capsys, *command, "0.001")
     assert ran.status == 1
     assert "pass --repro FILE" in ran.err
