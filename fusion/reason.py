@@ -149,10 +149,6 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "the kernel does not take this KV-cache layout",
         "use a layout named under need",
     ),
-    "gate.numerics": (
-        "the kernel rounds at other points than the graph",
-        "set numerics='tolerant' to accept one rounding where the graph has two",
-    ),
     "gate.qkv-packed": (
         "the kernel wants q, k and v as one packed tensor",
         "call fusion.integrations.transformers.pack_qkv(model)",
@@ -166,7 +162,6 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "the kernel wants the fp8 scales on another device",
         "keep a copy of the scales where the kernel wants them",
     ),
-    "gate.switch": ("an environment switch or option excludes the kernel", "see have and need"),
     "gate.table": (
         "the kernel wants cos and sin in another form",
         "see have and need",
@@ -211,10 +206,6 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "match.head-dim": (
         "the reduction or rotation does not cover one head",
         "see have and need",
-    ),
-    "match.mrope": (
-        "rope positions have more than one row per token (mrope)",
-        "not fused; the graph is left as it is",
     ),
     "match.no-cache-write": (
         "no slot write to a KV cache follows this rope",
@@ -315,11 +306,6 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "an input of the chain is mutated between its use and the write",
         "mutate it before or after the prologue",
     ),
-    "safety.other-user": (
-        "a value inside the chain is used elsewhere",
-        "see the node",
-    ),
-    "safety.output": ("a value inside the chain is an output of the graph", "see the node"),
 }
 
 _BUILTIN |= {

@@ -521,3 +521,50 @@ def test_an_operand_that_is_emitted_wrongly_is_caught_and_undone(monkeypatch):
     assert reason.code == "match.validation"
     assert "operand sin" in reason.message
     outcome.assert_equal()
+
+
+# --- codes that other tests do not reach -----------------------------------------------------
+
+
+def test_a_graph_with_gradients_is_left_alone():
+    x = inputs(variant(dtype=torch.float32))
+    x.q_weight.requires_grad_()
+    fn = torch.compile(attend, backend="fusion", options={"inner": "aot_eager"})
+    with torch.enable_grad():
+        expected, got = attend(x), fn(x)
+        assert same_bits(expected.detach(), got.detach())
+        (grad,) = torch.autograd.grad(got.sum(), x.q_weight)
+    assert grad.abs().sum() > 0
+    sites = fusion.reports()[-1].sites
+    assert sites
+    assert {s.status for s in sites if s.applicable} == {"off"}
+    assert {r.code for s in sites for r in s.reasons} == {"config.training", "scope.not-paged"}
+
+
+def test_on_a_gpu_the_reference_alone_is_no_reason_to_fuse():
+    report = fusion.explain(
+        prologue, inputs(variant()), target="sm_90", options={"kernels": ["reference"]}
+    )
+    (site,) = [s for s in report.sites if s.pass_name == FUSED]
+    assert (site.status, site.kernel) == ("refused", None)
+    assert site.reasons[0].code == "profit.no-kernel"
+    assert site.reasons[0].have == "reference"
+
+
+def test_a_buffer_that_changes_inside_the_chain_is_named():
+    """An exported or hand-made graph may hold an in-place op between the nodes of a chain."""
+    from torch.fx import Graph
+
+    from fusion.graph.refusals import refuse_side_effects
+    from fusion.graph.surgery import SurgeryError
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.neg.default, (x,))
+    changed = graph.call_function(torch.ops.aten.add_.Tensor, (x, 1))
+    last = graph.call_function(torch.ops.aten.neg.default, (first,))
+    graph.output(last)
+    with pytest.raises(SurgeryError) as caught:
+        refuse_side_effects([first, last], last)
+    assert caught.value.reason.code == "safety.mutation"
+    assert caught.value.reason.node == changed.name
