@@ -216,9 +216,9 @@ def _make_awkward(value: Tensor) -> Tensor:
 def _small_sizes(operation: Operation, sequences: int, tokens: int) -> dict[int, int]:
     """Small values for the token sizes of the graph (size 1 stays 1)."""
     small: dict[int, int] = {}
-    for operand in operation.tensors.values():
-        if not isinstance(operand, TokenView):
-            continue
+    views = [o for o in operation.tensors.values() if isinstance(o, TokenView)]
+    # Sequences first: where another operand has their tokens in one dimension, it is their product.
+    for operand in sorted(views, key=lambda o: -len(o.token_sizes)):
         sizes = [hint(s) for s in operand.token_sizes]
         wanted = [sequences] * (len(sizes) - 1) + [tokens]
         if operand.merged_heads:
@@ -226,12 +226,9 @@ def _small_sizes(operation: Operation, sequences: int, tokens: int) -> dict[int,
         for size, value in zip(sizes, wanted, strict=False):
             if size > 1:
                 small.setdefault(size, value)
-    for operand in operation.tensors.values():
-        if isinstance(operand, TokenView):
-            total = hint(operand.tokens)
-            if total > 1:
-                sizes = [hint(s) for s in operand.token_sizes]
-                small.setdefault(total, math.prod(small.get(s, s) for s in sizes))
+        total = hint(operand.tokens)
+        if total > 1:
+            small.setdefault(total, math.prod(small.get(s, s) for s in sizes))
     return small
 
 

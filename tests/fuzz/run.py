@@ -214,7 +214,7 @@ def run_program(program: Program) -> Result:
         if ours is None:
             difference = None
     reasons = [r for s in sites for r in s.reasons]
-    codes = ["internal.error", "match.validation"]
+    codes = ["internal.error", "match.validation-bound", "match.validation"]
     if any(m.rope == "complex_pairs" for m in program.layers):
         codes.remove("match.validation")  # torch fuses multiply and add there, for some widths
     for code in codes:

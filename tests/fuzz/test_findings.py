@@ -1,0 +1,72 @@
+"""What the fuzzer found, each as a plain test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fuzz.program import Layer, Program
+from tests.fuzz.run import run_program
+
+
+def fused(program: Program) -> None:
+    """The program fuses, with equal bits everywhere."""
+    result = run_program(program)
+    assert result.finding is None, result.detail
+    assert {s[0] for s in result.statuses} == {"fused"}, result.statuses
+
+
+@pytest.mark.parametrize("write", ["index", "scatter", "op"])
+def test_views_that_need_the_strides_of_the_graph(write):
+    """``[B,H,S,D]`` keys viewed as rows: the small inputs of the check have other strides."""
+    layer = Layer(norm="early", write=write, cache="kv_first", blocks=20)
+    fused(Program((layer,), tokens=33, batch=3, order="bhsd-early"))
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd-late"])
+@pytest.mark.parametrize("write", ["index", "block_offset"])
+def test_a_batch_of_more_tokens_than_the_check_runs_at_full_size(write, order):
+    """V's rows are one dimension of B * S: its small size is that of q's two dimensions."""
+    fused(Program((Layer(write=write, blocks=20),), tokens=33, batch=3, order=order))
+
+
+def test_the_empty_rest_of_a_head_is_no_dependence():
+    """``split([D, 0])``: what is cut off and put back has no elements."""
+    layer = Layer(rope="in_halves", odd="something between norm and rope")
+    result = run_program(Program((layer,)))
+    assert result.finding is None, result.detail
+    assert result.statuses == [("partial", "rope_kv_cache", "match.q-k-differ")]
+
+
+@pytest.mark.parametrize("rotary", [4, 8, 16, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_complex_products_that_torch_fuses(rotary, dtype):
+    """Narrow complex products are fused multiply-adds: rarely a bit of a 16-bit result.
+
+    The trials are far too small to meet that bit, thousands of tokens are not.
+    """
+    layer = Layer(
+        heads=8,
+        dim=64,
+        v_dim=64,
+        rotary=rotary,
+        rope="complex_pairs",
+        weight_dtype=dtype,
+        table_dtype="f32",
+        cache_dtype=dtype,
+        cache="packed",
+        blocks=300,
+        block_size=16,
+    )
+    result = run_program(Program((layer,), tokens=4096, dtype=dtype))
+    assert result.finding is None, result.detail
+    ((status, _, code),) = result.statuses
+    narrow = _fuses_products(rotary // 2)
+    assert (status, code) == (("refused", "match.validation") if narrow else ("fused", ""))
+
+
+def _fuses_products(width: int) -> bool:
+    """Whether torch multiplies complex rows of this width with fused multiply-adds."""
+    a, b = (torch.randn(64, 4, width, dtype=torch.complex64) for _ in "ab")
+    b = b[:, :1]
+    return not torch.equal((a * b).real, a.real * b.real - a.imag * b.imag)
