@@ -211,7 +211,7 @@ class _Writer:
         self.add(f"kc{i}, vc{i} = {key}, {value}")
         slots = f"x['slots{i}']"
         if "cache read before" in m.extras:
-            self.add(f"old{i} = kc{i}.float().sum()")
+            self.add(f"old{i} = seen(kc{i}).sum()")
             self.results.append(f"old{i}")
         if m.odd == "slots shifted":
             self.add(f"s{i} = {slots}.flip(0)")
@@ -239,7 +239,7 @@ class _Writer:
             self.add(f"kt{i}, vt{i} = (t[: {slots}.shape[0]] for t in (kt{i}, vt{i}))")
         between = []
         if m.odd == "cache read between":
-            between = [f"{v} = {v} + kc{i}.float().sum().to({v}.dtype)", f"vt{i} = vt{i} + 1"]
+            between = [f"{v} = {v} + seen(kc{i}).sum().to({v}.dtype)", f"vt{i} = vt{i} + 1"]
             self.results.append(v)
         elif m.odd == "slots changed between":
             between = [f"x['slots{i}'].copy_(x['slots{i}'].flip(0))"]
@@ -301,12 +301,12 @@ class _Writer:
     def reads(self, i: int, m: Layer, q: str, k: str, v: str) -> None:
         extras = m.extras
         self.results.append(q)
-        self.add(f"seen{i} = kc{i}.float().sum(0) + 1")
-        self.results += [f"seen{i}", f"vc{i}.float().sum((0, 1))"]
+        self.add(f"seen{i} = seen(kc{i}).sum(0) + 1")
+        self.results += [f"seen{i}", f"seen(vc{i}).sum((0, 1))"]
         if "return k" in extras:
             self.results.append(k)
         if "k read" in extras:
-            self.results.append(f"{k}.float().sum(-1)")
+            self.results.append(f"{k} * 2")
         if "return v" in extras:
             self.results.append(v)
         if "return qkv" in extras and m.qkv != "three":

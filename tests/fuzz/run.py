@@ -53,6 +53,7 @@ def compiled_function(program: Program) -> Callable[..., Any]:
     scope: dict[str, Any] = {
         "torch": torch,
         "fusion": fusion,
+        "seen": spellings.seen,
         "norms": NAMES,
         "ropes": ROPE_NAMES,
     }
