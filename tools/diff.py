@@ -40,6 +40,7 @@ def command(
     dtype: opt.DtypeOption = None,
     cache_dtype: opt.CacheDtypeOption = None,
     all_layers: opt.AllLayersOption = False,
+    pack_qkv: opt.PackOption = False,
     site: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +74,7 @@ def command(
         opt.dtype_of(dtype),
         opt.dtype_of(cache_dtype, "--cache-dtype"),
         all_layers,
+        pack_qkv,
     )
     loaded = open_source(source, request)
     found: list[str] = []

@@ -44,6 +44,7 @@ def command(
     dtype: opt.DtypeOption = None,
     cache_dtype: opt.CacheDtypeOption = None,
     all_layers: opt.AllLayersOption = False,
+    pack_qkv: opt.PackOption = False,
     dynamic: Annotated[
         bool, typer.Option("--dynamic", help="Trace with dynamic=True, as torch.compile would.")
     ] = False,
@@ -115,6 +116,7 @@ def command(
         opt.dtype_of(dtype),
         opt.dtype_of(cache_dtype, "--cache-dtype"),
         all_layers,
+        pack_qkv,
     )
     loaded = open_source(source, request)
     report = explain_loaded(
@@ -122,7 +124,6 @@ def command(
         target=machine,
         options=config,
         dynamic=True if dynamic else None,
-        phase=phase.value if loaded.prefix else "",
     )
     shown = selected(report, site, pass_name)
     if json is not None:

@@ -56,6 +56,10 @@ def load_config(path: Path, request: Request) -> Loaded:
     model = _build(config, request, path)
     twins: dict[int, tuple[int, ...]] = {}
     prefix = ""
+    if request.pack_qkv:
+        from fusion.integrations.transformers import pack_qkv
+
+        pack_qkv(model)
     if not request.all_layers and (found := _decoder_layers(model)) is not None:
         prefix, layers = found
         twins = _keep_one_of_each_kind(model, layers)
@@ -67,7 +71,7 @@ def load_config(path: Path, request: Request) -> Loaded:
         model, kwargs = _inputs(model, request)
     except (NotImplementedError, ValueError) as error:
         raise CommandError(f"{path}: {error}") from error
-    return Loaded(str(path), model, (), kwargs, tuple(notes), twins, prefix)
+    return Loaded(str(path), model, (), kwargs, tuple(notes), twins, prefix, request.phase)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -95,6 +95,10 @@ AllLayersOption = Annotated[
         "--all-layers", help="Capture every layer instead of one layer of each distinct kind."
     ),
 ]
+PackOption = Annotated[
+    bool,
+    typer.Option("--pack-qkv", help="For a Hugging Face model: pack q, k and v projections first."),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace output files that exist.")
 ]

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fusion.pipeline import Observer
 
 
+#: Passes that make one site for all layers: such a site has no twins.
+_SHARED = ("shared_rope_table",)
+
+
 def open_source(source: str, request: Request) -> Loaded:
     """Load a source and say on stderr what there is to say about it."""
     with working(f"loading {source}"), quiet():
@@ -40,7 +44,6 @@ def explain_loaded(
     target: Target | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
-    phase: str = "",
     observer: Observer | None = None,
 ) -> Report:
     """The report of a loaded model, for every layer of it.
@@ -64,11 +67,17 @@ def explain_loaded(
         except CaptureError as error:
             raise CommandError(str(error)) from error
     graphs = report.graphs
-    if phase:  # a name that means something to the reader, and is the same in every run
+    if (
+        phase := loaded.phase
+    ):  # a name that means something to the reader, and is the same in every run
         names = [phase] if len(graphs) == 1 else [f"{phase}/{i}" for i in range(len(graphs))]
         graphs = tuple(replace(g, id=n) for g, n in zip(graphs, names, strict=True))
     graphs = tuple(replace(g, sites=_for_twins(g.sites, loaded)) for g in graphs)
     return replace(report, graphs=graphs)
+
+
+def _layer_of(match: re.Match[str] | None) -> int:
+    return -1 if match is None else int(match[2])
 
 
 def _for_twins(sites: tuple[Site, ...], loaded: Loaded) -> tuple[Site, ...]:
@@ -79,8 +88,8 @@ def _for_twins(sites: tuple[Site, ...], loaded: Loaded) -> tuple[Site, ...]:
     placed: list[tuple[int, int, Site]] = []
     for number, site in enumerate(sites):
         match = pattern.fullmatch(site.layer or "")
-        if match is None:
-            placed.append((-1, number, site))
+        if match is None or site.pass_name in _SHARED:
+            placed.append((_layer_of(match), number, site))
             continue
         start, index, rest = match[1], int(match[2]), match[3] or ""
         layers = loaded.twins.get(index, (index,))

@@ -35,6 +35,7 @@ class Request:
     dtype: Any = None
     cache_dtype: Any = None
     all_layers: bool = False
+    pack_qkv: bool = False
     real: bool = False
 
 
@@ -43,7 +44,8 @@ class Loaded:
     """A model with its arguments.
 
     ``twins`` maps the index of each captured layer to the layers that it stands for, below the
-    module path ``prefix``; it is empty where every layer is captured. ``notes`` are for stderr.
+    module path ``prefix``; it is empty where every layer is captured. ``phase`` names the
+    forward of a Hugging Face model. ``notes`` are for stderr.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     twins: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     prefix: str = ""
+    phase: str = ""
 
 
 def load(source: str, request: Request) -> Loaded:

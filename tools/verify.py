@@ -37,6 +37,7 @@ def command(
     dtype: opt.DtypeOption = None,
     cache_dtype: opt.CacheDtypeOption = None,
     all_layers: opt.AllLayersOption = False,
+    pack_qkv: opt.PackOption = False,
     tolerance: Annotated[
         float,
         typer.Option(
@@ -82,6 +83,7 @@ def command(
         opt.dtype_of(dtype),
         opt.dtype_of(cache_dtype, "--cache-dtype"),
         all_layers,
+        pack_qkv,
         real=True,
     )
     loaded = open_source(source, request)
