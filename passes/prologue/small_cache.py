@@ -46,6 +46,8 @@ class SmallCache:
         else:
             self.block_size = min(block_size, 4 if block_size <= 832 else self.tokens + 2)
             self.blocks = min(blocks, math.ceil((self.tokens + 3) / self.block_size) + 1)
+            if self.blocks * self.block_size < self.tokens:  # few large blocks
+                self.block_size = min(block_size, math.ceil(self.tokens / self.blocks))
         self.bases: dict[Node, Input] = {}
         self.strides: dict[Node, tuple[int, ...]] = {}
         for base in write.bases:
@@ -74,10 +76,14 @@ class SmallCache:
             return sum(count * small[dim] for dim, count in found.items())
 
         strides = [translate(hint(s)) for s in plane.stride[2:]]
-        inner = hint(plane.stride[1])
         steps = [0, 0]
-        block_dim = _single(hint(plane.stride[0]), base_sizes, base_strides, plane.base)
-        inner_dim = _single(inner, base_sizes, base_strides, plane.base)
+
+        def walked(dim: int) -> int | None:  # the stride of a dimension of one element is anything
+            if hint(plane.size[dim]) == 1:
+                return None
+            return _single(hint(plane.stride[dim]), base_sizes, base_strides, plane.base)
+
+        block_dim, inner_dim = walked(0), walked(1)
         if self.block_size > 1 or block_dim is None:
             steps[1] = 0 if inner_dim is None else small[inner_dim]
         if self.blocks > 1 and block_dim is not None:

@@ -70,3 +70,16 @@ def _fuses_products(width: int) -> bool:
     a, b = (torch.randn(64, 4, width, dtype=torch.complex64) for _ in "ab")
     b = b[:, :1]
     return not torch.equal((a * b).real, a.real * b.real - a.imag * b.imag)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tokens"),
+    [
+        (Layer(cache="pool", blocks=1), 5),
+        (Layer(cache="pool", blocks=4, block_size=1), 3),
+        (Layer(cache="packed", blocks=1, block_size=100), 14),
+    ],
+)
+def test_caches_of_one_block_or_of_few_large_ones(layer, tokens):
+    """The stride of a dimension of one element is anything; a few blocks hold all tokens."""
+    fused(Program((layer,), tokens=tokens))
