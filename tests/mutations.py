@@ -218,10 +218,6 @@ def write(
             page, offset = x.other_slots // BLOCK, x.other_slots % BLOCK
         value.index_put_((page, offset), v)
         return
-    if m == "static copy instead of slots":
-        key[0, :T].copy_(k)  # static copy instead of slots
-        value[0, :T].copy_(v)
-        return
     fusion.ops.kv_cache_write(k, v, key, value, x.slots)
 
 
@@ -268,7 +264,6 @@ MUTATIONS = [
     Mutation("only K written", "V is not written", ("match.cache-pair",)),
     Mutation("V to other slots", "V goes elsewhere", ("match.cache-pair",)),
     Mutation("K accumulated", "added instead of written", ("match.cache-write",)),
-    Mutation("static copy instead of slots", "no slots", ("match.cache-write",)),
     Mutation("cache read between", "a read between the writes", ("safety.cache-read-between",)),
     Mutation("graph break before the write", "two graphs", ("match.graph-break",)),
 ]

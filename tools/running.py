@@ -67,9 +67,8 @@ def explain_loaded(
         except CaptureError as error:
             raise CommandError(str(error)) from error
     graphs = report.graphs
-    if (
-        phase := loaded.phase
-    ):  # a name that means something to the reader, and is the same in every run
+    phase = loaded.phase
+    if phase:  # a name that says something, and is the same in every run
         names = [phase] if len(graphs) == 1 else [f"{phase}/{i}" for i in range(len(graphs))]
         graphs = tuple(replace(g, id=n) for g, n in zip(graphs, names, strict=True))
     graphs = tuple(replace(g, sites=_for_twins(g.sites, loaded)) for g in graphs)

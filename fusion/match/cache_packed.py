@@ -11,19 +11,23 @@ from fusion.match import cache_view as cv
 from fusion.match.cache_rows import Rows, paged, product
 from fusion.match.cache_trace import Trace
 from fusion.match.cache_view import Region
-from fusion.match.facts import TokenView
+from fusion.match.facts import Rope, TokenView
+from fusion.match.rotation import read_rope
 
 
 def split_packed(trace: Trace, rows: Rows) -> tuple[Rows, Rows] | None:
     """The K and the V half of one write, if its rows are put together from two.
 
-    Tried only on a write that found no partner: a rotated key is a ``cat`` of two halves too.
+    Tried only on a write that found no partner. A rotated key is a ``cat`` of two halves too:
+    where V is not written beside it, it is a key without a partner and no packed row.
     """
     if rows.scale is not None or rows.nodes:
         return None
     node = rows.view.node
     found = _put_together(node)
     if found is None:
+        return None
+    if isinstance(read_rope(rows.view), Rope):
         return None
     parts, axis, stacked = found
     if axis == rows.view.order[-1] and not stacked:
