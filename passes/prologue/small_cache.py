@@ -123,7 +123,7 @@ class SmallCache:
             return index
         if slots.batch is not None:
             index = torch.where(index < 0, index + page, index)
-            sequences = torch.arange(self.blocks)[:, None] * page
+            sequences = torch.arange(blocks)[:, None] * page
             return (sequences + index[None]).reshape(-1)
         return torch.where(index < 0, index + blocks * page, index)
 

@@ -83,3 +83,10 @@ def _fuses_products(width: int) -> bool:
 def test_caches_of_one_block_or_of_few_large_ones(layer, tokens):
     """The stride of a dimension of one element is anything; a few blocks hold all tokens."""
     fused(Program((layer,), tokens=tokens))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_static_caches_of_any_batch(batch):
+    """``index_copy_`` along S of a ``[B,H,S,D]`` cache: the emitted slots count the real batch."""
+    layer = Layer(cache="hnd", blocks=batch, block_size=100, write="hf")
+    fused(Program((layer,), tokens=7, batch=batch, order="bhsd-late"))
