@@ -278,18 +278,29 @@ def _views(node: Node, key: TokenView) -> Iterator[TokenView]:
 
 
 def _past_casts(rope: Rope) -> Rope:
-    """Take in a cast of the result that all its readers share."""
-    node = rope.out.node
-    users = list(node.users)
-    if len(users) == 1 and cast_source(users[0]) is node:
+    """Take in a cast of the result that all its readers share, also behind a cat with nothing."""
+    node, best = rope.out.node, rope
+    while len(users := list(node.users)) == 1:
+        node, before = users[0], node
+        is_cast = cast_source(node) is before
+        if not is_cast and not (op_name(node) == "aten.cat.default" and _same_shape(node, before)):
+            break
         v = rope.out
         view = TokenView(
-            users[0], v.order, v.token_dims, v.token_sizes, v.tokens, v.heads, v.dim, v.merged_heads
+            node, v.order, v.token_dims, v.token_sizes, v.tokens, v.heads, v.dim, v.merged_heads
         )
         wider = read_rope(view, complex_tables=True)
-        if isinstance(wider, Rope):
-            return wider
-    return rope
+        if not isinstance(wider, Rope):
+            break
+        best = wider
+    return best
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    try:
+        return shape_of(a) == shape_of(b)
+    except Unreadable:
+        return False
 
 
 def same_tables(a: Rope, b: Rope) -> bool:

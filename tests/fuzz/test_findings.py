@@ -90,3 +90,18 @@ def test_static_caches_of_any_batch(batch):
     """``index_copy_`` along S of a ``[B,H,S,D]`` cache: the emitted slots count the real batch."""
     layer = Layer(cache="hnd", blocks=batch, block_size=100, write="hf")
     fused(Program((layer,), tokens=7, batch=batch, order="bhsd-late"))
+
+
+@pytest.mark.parametrize("rope", ["in_halves", "complex_pairs"])
+def test_a_cast_behind_a_cat_with_the_empty_rest(rope):
+    """q's rope ends where k's does: behind the cat with nothing and the cast."""
+    layer = Layer(
+        dim=32,
+        v_dim=32,
+        rotary=32,
+        rope=rope,
+        weight_dtype="f32",
+        table="two tables",
+        table_dtype="f32",
+    )
+    fused(Program((layer,)))
