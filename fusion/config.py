@@ -100,7 +100,9 @@ class Config:
         given a mode (``"required"``) or a mapping ``{"mode": ..., field: value}``. Raises
         :class:`ConfigError` for an unknown key or value, naming the valid ones.
         """
-        options = dict(options or {})
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"options is a mapping, not {options!r}")
+        options = {str(key): value for key, value in (options or {}).items()}
         plain = {f.name for f in fields(cls)} - {"passes", "pass_options"}
         modes: list[tuple[str, str]] = []
         extra: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
@@ -120,6 +122,12 @@ class Config:
         return config
 
     def _check(self) -> None:
+        for name in ("validation_seconds", "validation_mb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ConfigError(f"{name} is a number of at least 0, not {value!r}")
+        if self.kv_layout is not None and not isinstance(self.kv_layout, str):
+            raise ConfigError(f"kv_layout is 'shuffle', 'dense' or None, not {self.kv_layout!r}")
         for name, value, valid in (
             ("inner", self.inner, INNER),
             ("numerics", self.numerics, NUMERICS),
@@ -136,8 +144,13 @@ class Config:
 def _norm(given: dict[str, Any]) -> dict[str, Any]:
     if "kernels" in given:
         kernels = given["kernels"]
-        given["kernels"] = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+        kernels = [kernels] if isinstance(kernels, str) else kernels
+        if not isinstance(kernels, (list, tuple)) or not all(isinstance(k, str) for k in kernels):
+            raise ConfigError(f"kernels is a kernel's name or a list of names, not {kernels!r}")
+        given["kernels"] = tuple(kernels)
     if "inductor" in given:
+        if not isinstance(given["inductor"], Mapping):
+            raise ConfigError(f"inductor is a mapping of options, not {given['inductor']!r}")
         given["inductor"] = tuple(sorted(dict(given["inductor"]).items()))
     return given
 

@@ -40,6 +40,13 @@ def sources_of(cls: type) -> str:
     return hash_files([Path(file)], Path(file).parent) if file else ""
 
 
+@functools.lru_cache(maxsize=256)
+def module_source(name: str) -> str:
+    """A hash over the file of a module (a plug-in's kernel), empty where there is none."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return hash_files([Path(file)], Path(file).parent) if file else ""
+
+
 def environment() -> tuple[tuple[str, str], ...]:
     """The ``FUSION_*`` switches that are set, sorted."""
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("FUSION_")))

@@ -28,10 +28,11 @@ from torch.fx import Graph, Node
 
 from fusion.config import Config
 from fusion.fingerprint import digest_of, environment, package_sources, sources_of
-from fusion.graph import compat
+from fusion.graph import compat, foreign
 from fusion.graph.check import Interface
 from fusion.graph.provenance import layer_of, source_of
 from fusion.graph.snapshot import Snapshot
+from fusion.match import attention, cache_write
 from fusion.reason import Reason
 from fusion.report import CandidateLike, GraphReport, PassStatus, Site
 from fusion.target import Target
@@ -296,13 +297,16 @@ class PassManager:
     def uuid(self) -> str:
         """What a compile cache must tell apart, as a hexadecimal text.
 
-        Covers the sources of fusion and of plug-in passes, every pass with its fields, config,
-        target with versions, kernel availability, and the ``FUSION_*`` environment switches.
+        Covers the sources of fusion and of plug-ins, every pass with its fields, config, target
+        with versions, kernel availability, registered foreign operators, and the ``FUSION_*``
+        environment switches.
         """
         parts: list[object] = [package_sources(), environment(), repr(self.config)]
         parts += [repr(self.target), self.phase]
         parts += [(p.name, type(p).__qualname__, sources_of(type(p)), repr(p)) for p in self.passes]
         parts += [(s.name, s.status) for s in self.not_built]
+        # What users taught the recognisers decides what is rewritten.
+        parts += [foreign.registered(), attention.registered(), cache_write.registered()]
         if self._fingerprint is not None:
             parts.append(self._fingerprint())
         return digest_of(parts)

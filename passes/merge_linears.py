@@ -137,7 +137,9 @@ def merge(graph: Graph, groups: list[Group]) -> int:
             removed += 1
             while operands:
                 operand = operands.pop()
-                if operand.target in VIEWS and not operand.users:
+                if operand._erased or operand.users:
+                    continue
+                if operand.target in VIEWS:
                     operands += operand.all_input_nodes
                     graph.erase_node(operand)
     return removed

@@ -19,6 +19,7 @@ Calls of a foreign attention op that was registered with
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -70,8 +71,16 @@ class NonCausalAttention:
         if selection.kernel is None:
             reasons = tuple(r for c in selection.candidates for r in c.reasons)
             return self._refused(found, context, reasons, selection)
+        reference_only = selection.kernel.name == "reference"
+        if found.spelling != "paged" and reference_only and context.target.device_type != "cpu":
+            reasons = tuple(r for c in selection.candidates for r in c.reasons)
+            return self._refused(found, context, reasons, selection)
+        value = _result_value(found, context)
+        different = _difference(value, found.result.meta["val"])
+        if different is not None:
+            return self._refused(found, context, (different,), selection)
         before = found.node.format_node() or found.node.name
-        after = _bind(found, selection.kernel.name)
+        after = _bind(found, selection.kernel.name, value)
         return context.site(
             "fused",
             found.node,
@@ -136,7 +145,33 @@ def _homeless(found: Attention) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _bind(found: Attention, kernel: str) -> Node:
+def _result_value(found: Attention, context: Context) -> Any:
+    """The fake result of our operation for a call's arguments."""
+    if found.spelling == "paged":
+        return found.result.meta["val"]
+    values = {n: _value(a) for n, a in found.arguments.items() if n in CANONICAL}
+    mode = context.fake_mode
+    with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
+        return torch.ops.fusion.paged_attention.default(**{**values, "causal": False})
+
+
+def _difference(new: Any, old: Any) -> Reason | None:
+    """What the result of a foreign call has that ours has not."""
+
+    def text(value: Any) -> str:
+        return f"{value.dtype}{list(value.shape)}, strides {list(value.stride())}"
+
+    if text(new) == text(old):
+        return None
+    message = "the call's result is laid out differently from that of paged_attention"
+    return Reason("match.attention-op", message, have=text(old), need=text(new))
+
+
+_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
+"""Metadata that says where a node came from; the rest belongs to the old operator."""
+
+
+def _bind(found: Attention, kernel: str, value: Any) -> Node:
     """Name the kernel on the call; a foreign call becomes one of ours first."""
     node = found.node
     if found.spelling == "paged":
@@ -149,7 +184,7 @@ def _bind(found: Attention, kernel: str) -> Node:
             torch.ops.fusion.paged_attention.default,
             kwargs={**{n: found.arguments[n] for n in order}, "causal": False, "kernel": kernel},
         )
-    new.meta = {**node.meta, "val": found.result.meta["val"]}
+    new.meta = {k: v for k, v in node.meta.items() if k in _KEPT} | {"val": value}
     found.result.replace_all_uses_with(new)
     if found.result is not node:
         graph.erase_node(found.result)

@@ -58,11 +58,21 @@ class QKNormRopeKVCache:
         """Fuse every prologue that is proved right; one site per cache write or loose key."""
         # Read everything before anything is rewritten: facts speak of the graph as it is.
         return [
-            self._fuse(graph, chain, context)
+            self._site(graph, chain, context)
             if isinstance(chain, Chain)
             else describe.missed(context, chain, write)
             for write, chain in read_sites(graph)
         ]
+
+    def _site(self, graph: Graph, chain: Chain, context: Context) -> Site:
+        """One chain; an unexpected error stays with its own site (nothing was changed by it)."""
+        try:
+            return self._fuse(graph, chain, context)
+        except Exception as error:
+            node = describe.anchor_of(chain)
+            text = f"{type(error).__name__}: {error}"
+            reason = Reason("internal.error", text, node=node.name)
+            return context.site("refused", node, operation=chain.operation, reasons=(reason,))
 
     def _fuse(self, graph: Graph, chain: Chain, context: Context) -> Site:
         """Gate, check and rewrite one chain."""

@@ -124,6 +124,24 @@ def test_options_are_checked_by_name():
         Config.from_options({"validate": "no"}, PASSES)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernels": 5},
+        {"kernels": [1]},
+        {"kv_layout": 5},
+        {"inductor": ["max_autotune"]},
+        {"validation_seconds": "a"},
+        {"validation_mb": float("nan")},
+        {"validation_mb": -1},
+        "required",
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(options):
+    with pytest.raises(ConfigError):
+        Config.from_options(options, PASSES)
+
+
 def test_options_are_read():
     config = Config.from_options(
         {

@@ -202,3 +202,56 @@ def test_on_another_machine_the_portable_kernel_is_named(target):
     (site,) = [s for s in report.sites if s.pass_name == NAME]
     assert (site.status, site.kernel) == ("fused", "triton")
     assert [c.kernel for c in site.candidates][:2] == ["aiter", "triton"]
+
+
+def test_a_foreign_result_of_another_shape_is_refused(foreign):
+    library = torch.library.Library("fusion_test_flat", "DEF")
+    library.define(
+        "block_attention(Tensor q, Tensor kc, Tensor vc, Tensor table, Tensor lens, "
+        "Tensor starts, int q_max, int k_max, float temperature) -> Tensor"
+    )
+    library.impl(
+        "block_attention",
+        lambda q, *rest: _foreign(q, *rest).flatten(1),
+        "CompositeExplicitAutograd",
+    )
+    torch.library.register_fake(
+        "fusion_test_flat::block_attention",
+        lambda q, *rest: q.new_empty(q.shape[0], q.shape[1] * q.shape[2]),
+        lib=library,
+    )
+    register_attention("fusion_test_flat::block_attention", ROLES)
+    try:
+
+        def layer(*args):
+            return torch.ops.fusion_test_flat.block_attention(*args)[:, :8] * 2
+
+        args = paged()
+        assert same_bits(layer(*args), compiled(layer)(*args))
+        (site,) = sites()
+        assert (site.status, site.reasons[0].code) == ("refused", "match.attention-op")
+        assert "[8, 96]" in site.reasons[0].have
+    finally:
+        _REGISTERED.pop("fusion_test_flat::block_attention", None)
+
+
+def test_a_translated_call_compiles_with_inductor(foreign):
+    register_attention("fusion_test::block_attention", ROLES)
+
+    def layer(*args):
+        return torch.ops.fusion_test.block_attention(*args) * 2
+
+    args = paged()
+    fn = torch.compile(layer, backend="fusion")
+    torch.testing.assert_close(fn(*args), layer(*args))
+    (site,) = sites()
+    assert site.status == "fused"
+
+
+def test_registering_an_op_changes_the_compile_cache_key(foreign):
+    from fusion.build import make_config, make_manager
+
+    before = make_manager(make_config({})).uuid()
+    register_attention("fusion_test::block_attention", ROLES)
+    after = make_manager(make_config({})).uuid()
+    assert before != after

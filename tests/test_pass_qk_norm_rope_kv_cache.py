@@ -568,3 +568,80 @@ def test_a_buffer_that_changes_inside_the_chain_is_named():
         refuse_side_effects([first, last], last)
     assert caught.value.reason.code == "safety.mutation"
     assert caught.value.reason.node == changed.name
+
+
+# --- findings of reviews ---------------------------------------------------------------------
+
+
+def test_a_negative_position_counts_from_the_end_of_the_table():
+    block = variant(tokens=6, padding=False)
+    x, y = inputs(block), inputs(block)
+    for one in (x, y):
+        one.positions = torch.tensor([0, 1, -1, 3, -5, 2])
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    for a, b in zip(block(x), fn(y), strict=True):
+        assert same_bits(a, b)
+    assert same_bits(x.cache, y.cache)
+    (site,) = fusion.reports()[-1].sites
+    assert site.status == "fused"
+    assert site.facts["rope"]["tables"] == "by position"
+
+
+def test_an_error_in_one_site_stays_with_that_site(monkeypatch):
+    from fusion.passes import qk_norm_rope_kv_cache as module
+
+    honest, calls = module.check, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("planted")
+        return honest(*args)
+
+    monkeypatch.setattr(module, "check", failing)
+
+    def both(x, other):
+        return prologue(x), prologue(other)
+
+    pair = [inputs(variant(), seed) for seed in (0, 1)]
+    again = [inputs(variant(), seed) for seed in (0, 1)]
+    fn = torch.compile(both, backend="fusion", options={"inner": "aot_eager"})
+    for got, want in zip(fn(*again), both(*pair), strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert same_bits(a, b)
+    first, second = fusion.reports()[-1].sites
+    assert first.status == "fused"
+    assert (second.status, second.reasons[0].code) == ("refused", "internal.error")
+    assert second.reasons[0].node
+    assert "planted" in second.reasons[0].message
+
+
+def test_a_reused_check_depends_on_every_fact(monkeypatch):
+    """A second site of equal structure whose facts lie must not borrow the first one's check."""
+    from dataclasses import replace
+
+    from fusion.passes import qk_norm_rope_kv_cache as module
+
+    honest, seen = module.read_chain, []
+
+    def lying(*args):
+        chain = honest(*args)
+        seen.append(chain)
+        if len(seen) == 2:
+            write = chain.write
+            write = replace(write, key_plane=write.value_plane, value_plane=write.key_plane)
+            chain = replace(chain, write=write)
+        return chain
+
+    monkeypatch.setattr(module, "read_chain", lying)
+
+    def both(x, other):
+        return prologue(x), prologue(other)
+
+    pair = [inputs(variant(), seed) for seed in (0, 1)]
+    fn = torch.compile(both, backend="fusion", options={"inner": "aot_eager"})
+    fn(*pair)
+    first, second = fusion.reports()[-1].sites
+    assert first.status == "fused"
+    assert (second.status, second.reasons[0].code) == ("refused", "match.validation")
+    assert not second.validation["reused"]

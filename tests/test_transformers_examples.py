@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import fusion
+
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,6 +78,7 @@ def test_generate_paged_says_when_tokens_differ(
 
 def test_static_cache(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--inner aot_eager --layers 1 --max-new-tokens 4 --device cpu"
+    fusion.reports(clear=True)  # of other tests in this process
     assert load("static_cache").main(arguments.split()) == 0
     out = capsys.readouterr().out
     assert "tokens equal to the uncompiled model's" in out

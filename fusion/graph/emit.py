@@ -204,12 +204,16 @@ class Emitter:
             node = self.call(aten.reshape.default, (node, shape), before=before)
         return node
 
-    def positions(self, node: Node, tokens: TokenViewLike) -> Node:
-        """Integer positions as ``[tokens]``."""
-        key = ("positions", node, tuple(map(str, tokens.token_sizes)))
-        return self.once(key, lambda: self._positions(node, tokens))
+    def positions(self, node: Node, tokens: TokenViewLike, rows: Any) -> Node:
+        """Integer positions into a table of ``rows`` rows, as ``[tokens]``.
 
-    def _positions(self, node: Node, tokens: TokenViewLike) -> Node:
+        A negative one counts from the end, as in torch's own indexing; the canonical operation
+        would clamp it.
+        """
+        key = ("positions", node, tuple(map(str, tokens.token_sizes)), str(rows))
+        return self.once(key, lambda: self._positions(node, tokens, rows))
+
+    def _positions(self, node: Node, tokens: TokenViewLike, rows: Any) -> Node:
         value, before = node.meta["val"], self._behind(node)
         if not known(_product(value.shape) == tokens.tokens):
             if value.dim() > len(tokens.token_sizes):
@@ -218,7 +222,7 @@ class Emitter:
             node = self.call(aten.expand.default, (node, shape), before=before)
         if node.meta["val"].dim() != 1:
             node = self.call(aten.reshape.default, (node, [-1]), before=before)
-        return node
+        return self._wrapped(node, rows, before)
 
     def slots(self, slots: SlotsLike, plane: PlaneLike) -> Node:
         """The canonical slot of every row, int64 (or as it is for a slot mapping), ``[N]``."""

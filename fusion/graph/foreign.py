@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from fusion.fingerprint import module_source
 from fusion.graph.functional import (
     AUTO_FUNCTIONALIZED,
     ArgView,
@@ -30,6 +31,16 @@ _REGISTRY: dict[Any, Callable[..., Any]] = {}
 _EXPANDED: weakref.WeakKeyDictionary[Node, tuple[Any, GraphModule | None]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def registered() -> tuple[tuple[str, str, str], ...]:
+    """What :func:`register_op` was told, sorted: it decides what is read through."""
+    return tuple(
+        sorted(
+            (str(op), getattr(fn, "__qualname__", repr(fn)), module_source(fn.__module__))
+            for op, fn in _REGISTRY.items()
+        )
+    )
 
 
 def register_op(op: Any, decomposition: Callable[..., Any]) -> None:

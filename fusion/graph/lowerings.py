@@ -92,7 +92,11 @@ _STAMP = "torch.ops.fusion"
 def _dispatcher(overload: Any, opaque_overload: Any, choose: Choose) -> Lowering:
     def lower(*args: Any, **kwargs: Any) -> Any:
         fake_args, fake_kwargs = examples()
-        native = choose(fake_args, fake_kwargs)
+        try:
+            native = choose(fake_args, fake_kwargs)
+        except Exception:
+            log.warning("no kernel chosen for %s; it stays a call", overload, exc_info=True)
+            native = None
         full_args, full_kwargs = _complete(overload, args, kwargs)
         if native is not None:
             try:

@@ -92,6 +92,16 @@ def register_attention(name: str, roles: AttentionRoles) -> None:
         raise ValueError(f"{name} is already registered with {_REGISTERED[name]}")
 
 
+def registered() -> tuple[tuple[str, str], ...]:
+    """What :func:`register_attention` was told, sorted: it decides what is rewritten."""
+    return tuple(sorted((name, _text(roles)) for name, roles in _REGISTERED.items()))
+
+
+def _text(roles: AttentionRoles) -> str:
+    parts = (sorted(roles.arguments.items()), sorted(map(repr, roles.constants.items())))
+    return repr((*parts, sorted(roles.ignored)))
+
+
 def find_attention(graph: Graph) -> list[Attention | Miss]:
     """All attention calls of a graph, in graph order. Never changes the graph; linear."""
     found: list[Attention | Miss] = []

@@ -67,6 +67,11 @@ class OpRoles:
 _OPS: dict[str, OpRoles] = {"fusion::kv_cache_write": OpRoles()}
 
 
+def registered() -> tuple[tuple[str, str], ...]:
+    """What :func:`register_cache_write` was told, sorted: it decides what is rewritten."""
+    return tuple(sorted((name, repr(roles)) for name, roles in _OPS.items()))
+
+
 def register_cache_write(name: str, roles: OpRoles) -> None:
     """Teach fusion a foreign op (``"namespace::name"``) that means what ``kv_cache_write`` means.
 

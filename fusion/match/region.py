@@ -104,9 +104,10 @@ class Region:
         lines = [f"{label[n]}:{_describe(n)}" for n in sorted(self.inputs, key=lambda n: label[n])]
         for i, node in enumerate(self.nodes):
             label[node] = f"%{i}"
-            args = torch.fx.node.map_arg(
-                (node.args, node.kwargs), lambda n: label.get(n, f"<{n.op}>")
-            )
+            for n in node.all_input_nodes:
+                if n not in label:  # a size, or a constant
+                    label[n] = f"<{n.op} {len(label)}: {n.meta.get('val')}>"
+            args = torch.fx.node.map_arg((node.args, node.kwargs), label.__getitem__)
             lines.append(f"%{i}={node.target}{args}:{_describe(node)}")
         lines.append(",".join(label.get(n, n.name) for n in self.outputs))
         return "\n".join(lines)
@@ -156,7 +157,8 @@ def _nothing(node: Node, operand: Node) -> bool:
 def _describe(node: Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(hints(value.shape))}"
+        place = (hints(value.shape), hints(value.stride()), hint(value.storage_offset()))
+        return f"{value.dtype}{place}"
     return type(value).__name__
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion.config import Config
-from fusion.fingerprint import digest_of, environment, package_sources
+from fusion.fingerprint import digest_of, environment, module_source, package_sources
 from fusion.kernel import Kernel, KernelCall, TensorSpec
 from fusion.ops.checks import check
 from fusion.selection import NoKernelError, find, kernels, preference, select
@@ -125,7 +125,10 @@ def fingerprint() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _fingerprint(switches: tuple[tuple[str, str], ...]) -> str:
-    offered = [(k.op, k.name, k.backend, repr(k.requires)) for k in kernels()]
+    offered = [
+        (k.op, k.name, k.backend, repr(k.requires), module_source(k.fn.__module__))
+        for k in kernels()
+    ]
     return digest_of((package_sources(), switches, repr(Target.current()), offered))
 
 

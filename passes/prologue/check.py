@@ -8,16 +8,21 @@ Nothing is rewritten on the strength of a pattern alone.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 from fusion.config import Config
+from fusion.fingerprint import digest_of
 from fusion.graph import compat
+from fusion.graph.provenance import source_of
+from fusion.graph.shapes import NoHintError, hint
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Region, RegionError
 from fusion.passes.prologue.chain import Chain
@@ -67,11 +72,16 @@ def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, A
         roles |= {twin: roles[same] for twin, same in twins.items() if same in roles}
         outputs = _outputs(chain, operation)
         region = Region.between(roles, list(outputs))
-        key = (region.fingerprint(roles), _signature(operation))
+        key = digest_of((region.fingerprint(roles), _signature(chain, operation, roles, outputs)))
         if (known := cache.get(key)) is not None:
-            return Checked(known.status, known.max_abs_error, 0.0, known.reason, True)
+            key_node = chain.k_rope.out.node
+            reason = known.reason and known.reason.at(key_node.name, source_of(key_node))
+            return Checked(known.status, known.max_abs_error, 0.0, reason, True)
         with compat.real_tensors():
             result = _run_trials(chain, operation, region, roles, outputs, config, started)
+    except NoHintError as error:
+        reason = Reason("match.validation-bound", f"a size has no example value: {error}")
+        return Checked("refused", reason=reason, seconds=time.thread_time() - started)
     except RegionError as error:
         node = error.node.name if error.node is not None else None
         code = "match.validation" if "depends on" in str(error) else "match.validation-bound"
@@ -134,6 +144,7 @@ def check_operands(
     roles = _roles(operation)
     with compat.real_tensors():
         trial = Trial(chain, operation, roles, *TRIALS[0], 0)
+        expected: Tensor | None
         for name, operand in operation.tensors.items():
             node = arguments.get(name)
             if isinstance(operand, CachePlane) or not isinstance(node, Node):
@@ -147,11 +158,12 @@ def check_operands(
                     continue
                 text = f"{what} could not be run by itself: {error}"
                 return Reason("match.validation-bound", text, node=node.name)
-            if isinstance(operand, Slots):
+            if name == "positions":
+                assert isinstance(operand, Node)
+                expected = trial.positions(operand, full_size=True)
+            elif isinstance(operand, Slots):
                 assert trial.cache is not None
-                expected: Tensor | None = trial.cache.slot_mapping(
-                    operand, trial.inputs, full_size=True
-                )
+                expected = trial.cache.slot_mapping(operand, trial.inputs, full_size=True)
             else:
                 expected = trial.argument(operand, {})
             have = values[node]
@@ -220,17 +232,28 @@ def _outputs(chain: Chain, operation: Operation) -> dict[Node, str]:
     return outputs
 
 
-def _signature(operation: Operation) -> str:
-    def plain(operand: Any) -> str:
-        if isinstance(operand, TokenView):
-            return f"{operand.order}{operand.token_dims}{operand.heads}{operand.dim}"
-        if isinstance(operand, RopeTable):
-            return f"{operand.roles}{operand.columns}{operand.full}{operand.part}"
-        if isinstance(operand, CachePlane):
-            return f"{operand.dtype}{len(operand.size)}"
-        if isinstance(operand, Slots):
-            return operand.kind
-        return "" if operand is None else "node"
+def _signature(
+    chain: Chain, operation: Operation, roles: Mapping[Node, str], outputs: Mapping[Node, str]
+) -> str:
+    """Everything about the facts that changes what is compared, nodes given by their roles."""
+    labels = {node: f"out{i}" for i, node in enumerate(outputs)} | dict(roles)
+
+    def plain(value: Any) -> str:
+        if isinstance(value, Node):
+            return labels.get(value, "?")
+        if dataclasses.is_dataclass(value):
+            parts = (plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.repr)
+            return f"{type(value).__name__}({', '.join(parts)})"
+        if isinstance(value, (tuple, list)):
+            return f"[{', '.join(map(plain, value))}]"
+        if isinstance(value, torch.SymInt):
+            return str(hint(value))
+        return str(value)
 
     tensors = [f"{n}={plain(o)}" for n, o in operation.tensors.items()]
-    return f"{operation.name}({tensors}, {sorted(map(str, operation.attributes.items()))})"
+    results = [plain(chain.q_rope.out), plain(chain.k_rope.out), *outputs.values()]
+    if chain.write is not None:
+        results += [f"{labels.get(n, '?')}:{i}" for n, i in chain.write.results.items()]
+        results += [plain(b) for b in chain.write.bases]
+    attributes = sorted(map(str, operation.attributes.items()))
+    return f"{operation.name}({tensors}, {attributes}, {operation.kv_layout}) -> {results}"

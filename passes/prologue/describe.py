@@ -80,9 +80,11 @@ def refused(
     checked: Checked | None = None,
 ) -> Site:
     """A site that was understood and left alone."""
+    anchor = anchor_of(chain)
+    reasons = tuple(r if r.source else r.at(r.node, source_of(anchor)) for r in reasons)
     return context.site(
         "refused",
-        anchor_of(chain),
+        anchor,
         operation=operation.name,
         reasons=(*reasons, *_ladder_reasons(chain)),
         candidates=selection.candidates if selection is not None else (),

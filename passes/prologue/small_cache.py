@@ -146,8 +146,9 @@ class SmallCache:
             name: values[given[name]] if isinstance(given.get(name), Node) else None
             for name in ("key", "value", "slot_mapping", "k_scale", "v_scale")
         }
-        arguments["key_cache"] = self.view(write.key_plane, copies[write.key_plane.base])
-        arguments["value_cache"] = self.view(write.value_plane, copies[write.value_plane.base])
+        for name, fact in (("key_cache", write.key_plane), ("value_cache", write.value_plane)):
+            plane = _plane_of(node, name, fact)
+            arguments[name] = self.view(plane, copies[plane.base])
         reference.kv_cache_write(**arguments, kv_layout=write.kv_layout)
         return (None, *(copies[b] for b in _written(node)))
 
@@ -250,6 +251,36 @@ class SmallCache:
                 picked[:1] -= total if slots.batch is None else self.block_size
             put(slots.node, picked)
         return out
+
+
+def _plane_of(node: Node, name: str, fact: CachePlane) -> CachePlane:
+    """What a functional wrapper itself says about a cache argument.
+
+    Not what the facts say: then the check would compare them with themselves.
+    """
+    if "_all_bases" not in node.kwargs:  # the first version of the wrapper takes views as nodes
+        return fact
+    names = functional.mutated_names(functional.mutable_op(node))
+    view = functional.arg_views(node).get(name) if name in names else None
+    if view is None:
+        return fact
+    bases: Any = node.kwargs["_all_bases"]
+    base: Node = bases[view.base_index]
+    value = base.meta["val"]
+    offset = hint(value.storage_offset())
+    seen = torch.empty_strided(hints(value.shape), hints(value.stride()), device="meta")
+
+    def number(given: Any) -> int:
+        return hint(given.meta["val"] if isinstance(given, Node) else given)
+
+    if view.kind == "strided":
+        size, stride = ([number(n) for n in part] for part in (view.size, view.stride))
+        return CachePlane(base, tuple(size), tuple(stride), number(view.storage_offset), fact.dtype)
+    if view.kind == "slice":
+        bounds = (number(view.dim), number(view.start), number(view.end))
+        seen = aten.slice.Tensor(seen, *bounds)
+    where = offset + int(seen.storage_offset())
+    return CachePlane(base, tuple(seen.shape), seen.stride(), where, fact.dtype)
 
 
 def _written(node: Node) -> list[Node]:

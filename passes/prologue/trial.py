@@ -85,12 +85,24 @@ class Trial:
         arguments: dict[str, Any] = dict(self.operation.attributes)
         for name, operand in self.operation.tensors.items():
             arguments[name] = self.argument(operand, bases)
+            if name == "positions" and isinstance(operand, Node):
+                arguments[name] = self.positions(operand)
         function = getattr(reference, self.operation.name)
         if self.chain.write is not None:
             # Always ask for k: whether the graph needs it changes nothing about its value.
             arguments["return_key"] = True
         result: tuple[Tensor, Tensor] = function(**arguments)
         return result
+
+    def positions(self, node: Node, *, full_size: bool = False) -> Tensor:
+        """Positions as the operation takes them: counted from the front of the table.
+
+        ``full_size`` counts in the rows of the graph's table, as emitted nodes do.
+        """
+        table = self.chain.k_rope.cos.node
+        rows = _shape(table)[0] if full_size else self.inputs[table].value.shape[0]
+        value = self.inputs[node].value.to(torch.int64).reshape(-1)
+        return torch.where(value < 0, value + rows, value)
 
     def argument(self, operand: Any, bases: Mapping[Node, Tensor]) -> Tensor | None:
         if operand is None:
@@ -156,7 +168,13 @@ class Trial:
         if table.positions is not None:
             rows = min(shape[0], 7)
             self._put(table.node, name, dims_of(shape, {0: rows}))
-            self._put(table.positions, "positions", self._by_size(table.positions), high=rows)
+            if table.positions in self.inputs:  # cos and sin share them
+                return
+            dims = self._by_size(table.positions)
+            self._put(table.positions, "positions", dims, high=rows)
+            if any(u.target is torch.ops.aten.index.Tensor for u in table.positions.users):
+                # Indexing counts a negative position from the end; other gathers refuse it.
+                self.inputs[table.positions].value.view(-1)[:1] -= rows
             return
         sizes = self.chain.k_rope.x.token_sizes
         small = {
