@@ -645,3 +645,21 @@ def test_a_reused_check_depends_on_every_fact(monkeypatch):
     assert first.status == "fused"
     assert (second.status, second.reasons[0].code) == ("refused", "match.validation")
     assert not second.validation["reused"]
+
+
+def test_a_range_that_was_read_wrongly_is_refused(monkeypatch):
+    from dataclasses import replace
+
+    from fusion.passes import qk_norm_rope_kv_cache as module
+
+    honest = module.read_chain
+
+    def lying(*args):
+        chain = honest(*args)
+        write = replace(chain.write, slots=replace(chain.write.slots, start=7))
+        return replace(chain, write=write)
+
+    monkeypatch.setattr(module, "read_chain", lying)
+    outcome = run(variant(write="range", layout=KVCacheLayout.NHD))
+    assert (outcome.site.status, outcome.site.reasons[0].code) == ("refused", "match.validation")
+    outcome.assert_equal()

@@ -21,7 +21,6 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion.graph.call import Caller
-from fusion.graph.compat import fake_mode_of, shape_env_of
 from fusion.graph.emit import EmitError, Emitter, SurgeryError, latest
 from fusion.graph.inplace import decompose_mutations
 from fusion.graph.operands import (
@@ -38,7 +37,8 @@ from fusion.graph.refusals import (
     refuse_old_readers,
     refuse_side_effects,
 )
-from fusion.graph.sizes import NoSuchSize, Sizes
+from fusion.graph.shared import shared_of
+from fusion.graph.sizes import NoSuchSize
 from fusion.graph.transaction import Transaction
 from fusion.graph.values import (
     all_equal,
@@ -61,27 +61,6 @@ class Rewritten:
     call: Node
     nodes: tuple[Node, ...]
     erased: tuple[str, ...]
-
-
-class _Site:
-    """State that the sites of one graph share. Pickled or copied with a graph it becomes None."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __init__(self, graph: Graph) -> None:
-        self.sizes = Sizes(graph)
-        self.shared: dict[Any, Node] = {}
-        self.fake_mode = fake_mode_of(graph)
-        self.shape_env = shape_env_of(graph)
-
-
-def _site_of(graph: Graph) -> _Site:
-    """Kept on the graph, so that it goes when the graph goes."""
-    site: _Site | None = graph.__dict__.get("_fusion_site")
-    if site is None:
-        site = graph.__dict__["_fusion_site"] = _Site(graph)
-    return site
 
 
 def rewrite(
@@ -109,7 +88,7 @@ def rewrite(
     before every change, for tests that inject failures. ``verify`` is given the new call before
     anything is final; what it raises undoes the rewrite.
     """
-    site = _site_of(graph)
+    site = shared_of(graph)
     if anchor is None and write is not None:
         anchor = write.anchor
     transaction = Transaction(graph, watch)

@@ -13,47 +13,29 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusion.graph.shapes import hint, hints
+from fusion.match.region_dims import (
+    Dims,
+    Factor,
+    RegionError,
+    changed,
+    dims_of,
+    infer_dims,
+    small_shape,
+)
 
-Factor: TypeAlias = tuple[int, int]
-"""``(size in the graph, size in the check)`` of one indivisible part of a dimension."""
-Dims: TypeAlias = tuple[tuple[Factor, ...], ...]
-"""One tuple of factors per dimension (empty for size 1)."""
+__all__ = ["Dims", "Factor", "Input", "Region", "RegionError", "dims_of", "small_shape"]
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SIZED = {aten.expand.default, *_VIEWS}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-_REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction}
-_GATHERS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default}
 _FACTORIES = {aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default}
-
-
-class RegionError(Exception):
-    """The region cannot be run small; ``node`` is where it stopped."""
-
-    def __init__(self, message: str, node: Node | None = None) -> None:
-        super().__init__(message)
-        self.node = node
-
-
-def dims_of(shape: Sequence[int], small: Mapping[int, int] | None = None) -> Dims:
-    """Factors of a shape, with the sizes of some dimensions replaced for the check."""
-    replaced = small or {}
-    return tuple(
-        ((int(size), int(replaced.get(i, size))),) if size != 1 or i in replaced else ()
-        for i, size in enumerate(shape)
-    )
-
-
-def small_shape(dims: Dims) -> tuple[int, ...]:
-    """The shape in the check."""
-    return tuple(math.prod(s for _, s in factors) for factors in dims)
 
 
 @dataclass(frozen=True)
@@ -138,7 +120,7 @@ class Region:
                 done = _run_node(node, values, dims, widen or {})
             values[node] = done
             if node not in dims and isinstance(done, torch.Tensor):
-                dims[node] = _infer_dims(node, done, dims)
+                dims[node] = infer_dims(node, done, dims)
             if isinstance(done, torch.Tensor):
                 held += done.numel() * done.element_size()
         return values, dims
@@ -275,16 +257,12 @@ def _expand(source: Dims, shape: Sequence[int], widen: Mapping[int, int]) -> Dim
     return tuple(out)
 
 
-def _changed(factors: tuple[Factor, ...]) -> bool:
-    return any(big != small for big, small in factors)
-
-
 def _slice_args(node: Node, args: list[Any], dims: dict[Node, Dims]) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     dim = int(args[1]) if len(args) > 1 else 0
     factors = dims[source][dim]
-    if not _changed(factors):
+    if not changed(factors):
         dims[node] = _resized(dims[source], dim, node)
         return
     full = math.prod(b for b, _ in factors)
@@ -302,7 +280,7 @@ def _split_dim(node: Node) -> int:
 def _whole_only(node: Node, dims: dict[Node, Dims], dim: int) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
-    if _changed(dims[source][dim]):
+    if changed(dims[source][dim]):
         raise RegionError("an index into the token or block dimension", node)
 
 
@@ -310,106 +288,4 @@ def _resized(source: Dims, dim: int, node: Node) -> Dims:
     size = hints(node.meta["val"].shape)[dim]
     out = list(source)
     out[dim % len(out)] = ((size, size),) if size != 1 else ()
-    return tuple(out)
-
-
-def _infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
-    """Factors of any other node: by what its operands say about each dimension."""
-    shape = hints(node.meta["val"].shape)
-    small = tuple(done.shape)
-    tensors = [n for n in node.all_input_nodes if n in dims]
-    if node.target is aten.stack.default:
-        count = len(node.args[0])  # type: ignore[arg-type]
-        at = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
-        d = dims[tensors[0]]
-        return (*d[:at], ((count, count),) if count != 1 else (), *d[at:])
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    target = node.target
-    if source is not None and source in dims:
-        d = dims[source]
-        if target in _GATHERS:
-            return _gathered(node, dims)
-        if target is aten.permute.default:
-            return tuple(d[i] for i in node.args[1])  # type: ignore[union-attr,index]
-        if target is aten.transpose.int:
-            order = list(range(len(d)))
-            a, b = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
-            order[a], order[b] = order[b], order[a]
-            return tuple(d[i] for i in order)
-        if target is aten.unsqueeze.default:
-            at = int(node.args[1]) % (len(d) + 1)  # type: ignore[arg-type]
-            return (*d[:at], (), *d[at:])
-        if target is aten.view_as_real.default:
-            return (*d, ((2, 2),))
-        if target is aten.view_as_complex.default:
-            return d[:-1]
-        if target is aten.select.int:
-            at = int(node.args[1]) % len(d)  # type: ignore[arg-type]
-            return (*d[:at], *d[at + 1 :])
-        if target in _REDUCTIONS and len(shape) < len(d):
-            gone = {int(i) % len(d) for i in node.args[1]}  # type: ignore[union-attr,arg-type]
-            return tuple(f for i, f in enumerate(d) if i not in gone)
-        if target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
-            return _match(shape, small, [f for f in d if f], node)
-    # Pointwise, reductions, cat: dimensions correspond from the right, or by position.
-    out: list[tuple[Factor, ...]] = []
-    for i, (size, little) in enumerate(zip(shape, small, strict=True)):
-        found: tuple[Factor, ...] | None = None
-        for n in tensors:
-            j = i - (len(shape) - len(dims[n]))
-            if j < 0:
-                continue
-            factors = dims[n][j]
-            if math.prod(b for b, _ in factors) == size and (
-                math.prod(s for _, s in factors) == little
-            ):
-                found = factors
-                if _changed(factors):
-                    break
-        if found is None:
-            if size != little:
-                raise RegionError(f"size {size} became {little} for no known reason", node)
-            found = ((size, size),) if size != 1 else ()
-        out.append(found)
-    return tuple(out)
-
-
-def _gathered(node: Node, dims: dict[Node, Dims]) -> Dims:
-    """Factors after a gather: those of the index stand where the indexed dimensions stood."""
-    table, index = node.args[0], node.args[-1]
-    assert isinstance(table, Node)
-    source = dims[table]
-    if node.target is aten.embedding.default:
-        assert isinstance(node.args[1], Node)
-        return (*dims[node.args[1]], *source[1:])
-    if node.target is aten.index_select.default:
-        assert isinstance(index, Node)
-        at = int(node.args[1]) % len(source)  # type: ignore[arg-type]
-        return (*source[:at], *dims[index], *source[at + 1 :])
-    given = list(node.args[1])  # type: ignore[arg-type]
-    used = [i for i, n in enumerate(given) if n is not None]
-    if used != list(range(used[0], used[-1] + 1)):
-        raise RegionError("an index whose dimensions stand apart", node)
-    shapes = [dims[given[i]] for i in used]
-    longest = max(shapes, key=len)
-    if any(len(s) != len(longest) for s in shapes) and len(shapes) > 1:
-        raise RegionError("indices of unequal rank", node)
-    parts = [
-        max(col, key=lambda f: math.prod(b for b, _ in f)) for col in zip(*shapes, strict=True)
-    ]
-    return (*source[: used[0]], *parts, *source[used[-1] + 1 :])
-
-
-def _match(
-    shape: Sequence[int], small: Sequence[int], factors: list[tuple[Factor, ...]], node: Node
-) -> Dims:
-    out: list[tuple[Factor, ...]] = []
-    rest = list(factors)
-    for size, little in zip(shape, small, strict=True):
-        if size == 1 and little == 1:
-            out.append(())
-            continue
-        if not rest or math.prod(b for b, _ in rest[0]) != size:
-            raise RegionError("a size that cannot be followed", node)
-        out.append(rest.pop(0))
     return tuple(out)

@@ -169,6 +169,7 @@ class SmallCache:
         dim: Any = given[0] if given else 0
         if not any(big != little for big, little in dims[into][dim]):
             return NotImplemented  # cuts K or V out of a packed cache
+        self._compare_range(node, dim, given[1:])
         bounds = (dim, self.range_start, self.range_start + self.rows)
         if writes:
             rows: Any = node.args[1]
@@ -178,6 +179,23 @@ class SmallCache:
         factors[dim] = ((hints(node.meta["val"].shape)[dim], self.rows),)
         dims[node] = tuple(factors)
         return aten.slice.Tensor(values[into], *bounds)
+
+    def _compare_range(self, node: Node, dim: int, given: Sequence[Any]) -> None:
+        """The graph's own bounds against the fact, since the small run replaces both."""
+        slots = self.write.slots
+        assert isinstance(slots, RangeSlots)
+
+        def number(value: Any, default: int) -> int:
+            value = value.meta["val"] if isinstance(value, Node) else value
+            return default if value is None else hint(value)
+
+        into: Any = node.args[0]
+        size = hints(into.meta["val"].shape)[dim]
+        start = number(given[0] if given else None, 0)
+        stop = min(number(given[1] if len(given) > 1 else None, size), size)
+        start, stop = (n + size if n < 0 else n for n in (start, stop))
+        if (start, stop - start) != (number(slots.start, 0), hint(slots.length)):
+            raise RegionError("depends on another range of positions than was read", node)
 
     def _make_base(self, base: Node) -> None:
         value = base.meta["val"]
