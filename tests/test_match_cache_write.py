@@ -249,10 +249,10 @@ def test_cost_is_linear_in_the_layers() -> None:
             fn, (*cases.rows(), cases.old(layers, 2, 2, PAGE, HK, D), cases.slots(3, 4, 5, 6, 7))
         ).graph
         best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
+        for _ in range(7):
+            start = time.thread_time()  # other processes must not count
             assert len(find_cache_writes(graph)) == layers
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert model(32) < 4 * model(16)
