@@ -325,3 +325,6 @@ _BUILTIN |= {
 
 for _code, (_meaning, _remedy) in _BUILTIN.items():
     register_code(_code, _meaning, _remedy)
+
+BUILTIN: frozenset[str] = frozenset(CODES)
+"""The codes of fusion itself, which the documentation lists (plug-ins register their own)."""
