@@ -76,8 +76,8 @@ class Region:
             if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 continue  # a size computed in the graph
             stack.extend(a for a in node.all_input_nodes if a not in stop and not _nothing(node, a))
-        order = {n: i for i, n in enumerate(outputs[0].graph.nodes)} if outputs else {}
-        nodes = tuple(sorted(seen, key=order.__getitem__))
+        # Nodes compare by their place in the graph: no walk over the whole graph for each site.
+        nodes = tuple(sorted(seen))
         return cls(stop, tuple(outputs), nodes)
 
     def fingerprint(self, names: Mapping[Node, str]) -> str:

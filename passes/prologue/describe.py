@@ -169,8 +169,7 @@ def _only_moves_inside(node: Node, inside: frozenset[Node]) -> bool:
 
 def listing(chain: Chain) -> list[str]:
     """The nodes of a chain as text, in graph order."""
-    inside = chain_nodes(chain)
-    return [n.format_node() or n.name for n in chain.k_rope.out.node.graph.nodes if n in inside]
+    return [n.format_node() or n.name for n in sorted(chain_nodes(chain))]
 
 
 def _ladder_reasons(chain: Chain) -> tuple[Reason, ...]:
