@@ -10,7 +10,7 @@ MINUTES ?= 20
 PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo demo-dflash test test-slow test-gpu test-rocm test-aiter-source fuzz \
+.PHONY: help install demo test test-slow test-gpu test-rocm test-aiter-source fuzz \
 	lint types floors docs check clean
 
 help:
@@ -29,9 +29,6 @@ install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/generate_paged.py
-
-demo-dflash: $(STAMP)
-	$(BIN)/python examples/dflash.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not rocm" $(PYTEST_ARGS)
