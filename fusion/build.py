@@ -11,7 +11,6 @@ from fusion import selection
 from fusion.config import Config
 from fusion.discovery import build_passes, pass_names
 from fusion.dump import observer_from_environment
-from fusion.fingerprint import module_source
 from fusion.pipeline import Collector, FusionRequiredError, Observer, PassManager
 from fusion.target import Target
 
@@ -65,12 +64,8 @@ def make_manager(
 
 def kernel_fingerprint(target: Target) -> object:
     """Which kernels there are and which backends are broken, for the compile-cache key."""
-    found = [
-        (k.op, k.name, k.backend, repr(k.requires), module_source(k.fn.__module__))
-        for k in selection.kernels()
-    ]
     lost = [(name, reason.message) for name, reason in selection.broken_backends()]
-    return (found, lost, target.versions)
+    return (selection.offered(), lost, target.versions)
 
 
 def versions() -> dict[str, str | None]:

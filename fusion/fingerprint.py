@@ -34,15 +34,8 @@ def hash_files(files: list[Path], root: Path) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def sources_of(cls: type) -> str:
-    """A hash over the file that defines a class (a plug-in's pass), empty where there is none."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return hash_files([Path(file)], Path(file).parent) if file else ""
-
-
-@functools.lru_cache(maxsize=256)
 def module_source(name: str) -> str:
-    """A hash over the file of a module (a plug-in's kernel), empty where there is none."""
+    """A hash over the file of a module (a plug-in's pass or kernel), empty where there is none."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return hash_files([Path(file)], Path(file).parent) if file else ""
 

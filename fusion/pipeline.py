@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from fusion.config import Config
-from fusion.fingerprint import digest_of, environment, package_sources, sources_of
+from fusion.fingerprint import digest_of, environment, module_source, package_sources
 from fusion.graph import compat, foreign
 from fusion.graph.check import Interface
 from fusion.graph.provenance import layer_of, source_of
@@ -303,7 +303,9 @@ class PassManager:
         """
         parts: list[object] = [package_sources(), environment(), repr(self.config)]
         parts += [repr(self.target), self.phase]
-        parts += [(p.name, type(p).__qualname__, sources_of(type(p)), repr(p)) for p in self.passes]
+        for p in self.passes:
+            cls = type(p)
+            parts.append((p.name, cls.__qualname__, module_source(cls.__module__), repr(p)))
         parts += [(s.name, s.status) for s in self.not_built]
         # What users taught the recognisers decides what is rewritten.
         parts += [foreign.registered(), attention.registered(), cache_write.registered()]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fusion.fingerprint import module_source
 from fusion.kernel import Kernel, KernelCall
 from fusion.reason import Reason
 
@@ -114,6 +115,14 @@ def kernels(op: str | None = None) -> tuple[Kernel, ...]:
     with _lock:
         found = _load().kernels
     return tuple(k for k in found if op is None or k.op == op)
+
+
+def offered() -> tuple[tuple[str, ...], ...]:
+    """Every kernel with its requirements and the hash of its source, for compile-cache keys."""
+    return tuple(
+        (k.op, k.name, k.backend, repr(k.requires), module_source(k.fn.__module__))
+        for k in kernels()
+    )
 
 
 def broken_backends() -> tuple[tuple[str, Reason], ...]:

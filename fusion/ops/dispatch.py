@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fusion.config import Config
-from fusion.fingerprint import digest_of, environment, module_source, package_sources
+from fusion.fingerprint import digest_of, environment, package_sources
 from fusion.kernel import Kernel, KernelCall, TensorSpec
 from fusion.ops.checks import check
-from fusion.selection import NoKernelError, find, kernels, preference, select
+from fusion.selection import NoKernelError, find, kernels, offered, preference, select
 from fusion.target import Target
 
 
@@ -90,11 +90,11 @@ def resolve(op: str, arguments: Mapping[str, Any]) -> Kernel:
         ValueError: see :func:`fusion.ops.checks.check`.
         fusion.selection.NoKernelError: see :func:`choose`.
     """
-    offered = kernels(op)
+    known = kernels(op)
     key = (
         op,
         Target.current(),
-        tuple(map(id, offered)),
+        tuple(map(id, known)),
         *map(os.environ.get, _SWITCHES),
         *map(_metadata, arguments.values()),
     )
@@ -104,7 +104,7 @@ def resolve(op: str, arguments: Mapping[str, Any]) -> Kernel:
         if len(_resolved) >= 4096:  # forget rather than grow without bound with the shapes seen
             _resolved.clear()
         # The kernels are kept with the entry so that their ids stay theirs.
-        found = _resolved[key] = (choose(op, arguments), offered)
+        found = _resolved[key] = (choose(op, arguments), known)
     return found[0]
 
 
@@ -125,11 +125,7 @@ def fingerprint() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _fingerprint(switches: tuple[tuple[str, str], ...]) -> str:
-    offered = [
-        (k.op, k.name, k.backend, repr(k.requires), module_source(k.fn.__module__))
-        for k in kernels()
-    ]
-    return digest_of((package_sources(), switches, repr(Target.current()), offered))
+    return digest_of((package_sources(), switches, repr(Target.current()), offered()))
 
 
 def _preferring(call: KernelCall, name: str) -> KernelCall:
