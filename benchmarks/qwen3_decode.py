@@ -1,11 +1,18 @@
-"""A decode step of Qwen3 (real shapes, random weights) with fusion against plain Inductor.
+"""A decode step of Qwen3 (real shapes, random weights): fusion, plain Inductor, and stock.
 
-    python benchmarks/qwen3_decode.py [--models 0.6B 8B] [--batches 1 32] [--json FILE]
+    python benchmarks/qwen3_decode.py OUT [--models 0.6B 8B] [--batches 1 32] [--contexts 512 8192]
 
-Both run the same model on the same paged cache with the same attention operation; they differ in
-`backend="fusion"` against `backend="inductor"`. A step is captured into one CUDA graph. Printed
-for each: microseconds of a replay (both measured in turns), of its kernels by part (profiler), and
-of the prologue a layer. Logits of both are compared first.
+Three ways to run one step, each captured into one CUDA graph:
+
+* `fusion`: `backend="fusion"` on a paged cache (attention implementation `fusion_paged`);
+* `plain`: `backend="inductor"`, the same paged cache and the same attention operation;
+* `static`: what transformers does by itself: `StaticCache`, SDPA, `backend="inductor"`.
+
+`fusion` and `plain` share a process and are timed in turns, since they differ by a few per cent;
+`static` runs in a process of its own. Processes compile at the same time, as many as the device's
+memory holds, and are timed one after another. Logits of `fusion` and `plain` are compared first.
+Each process writes one JSON file to the folder OUT: microseconds of a replay, and of its kernels
+by part (profiler). The exit status is 1 where a step with fusion is not the faster one.
 
 `--tiny --device cpu` runs the same code on a small model without graphs or profiler, to see that
 it works.
@@ -15,10 +22,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +49,35 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
 }  # fmt: skip
+WEIGHT_GB = {"0.6B": 2.0, "8B": 17.5, "tiny": 0.1}
+TOTAL_GB = 118.0  # what processes may hold together; the rest is contexts and fragments
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One process: a model at one batch size and context, run in one or two of the three ways."""
+
+    model: str
+    batch: int
+    context: int
+    variants: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-b{self.batch}-c{self.context}-{'-'.join(self.variants)}"
+
+    @property
+    def gigabytes(self) -> float:
+        """Device memory, roughly: weights, cache, and the stock attention's expanded K and V."""
+        shape = SHAPES[self.model]
+        layer = 2 * shape["num_key_value_heads"] * shape["head_dim"] * 2 * self.batch * self.context
+        groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
+        expanded = 4 * groups if "static" in self.variants else 0
+        return WEIGHT_GB[self.model] + layer * (shape["num_hidden_layers"] + expanded) / 1e9
 
 
 def build(name: str, layers: int | None, device: str) -> Any:
-    """Qwen3 with random bf16 weights on the device, on the paged attention."""
+    """Qwen3 with random bf16 weights on the device."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shape = dict(SHAPES[name])
@@ -49,67 +85,95 @@ def build(name: str, layers: int | None, device: str) -> Any:
         shape["num_hidden_layers"] = layers
     vocabulary = 151936 if name != "tiny" else 128
     config = Qwen3Config(**shape, vocab_size=vocabulary, max_position_embeddings=40960)
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = Qwen3ForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
-    model.set_attn_implementation("fusion_paged")
     return model
 
 
-def cache_for(model: Any, batch: int, context: int) -> tuple[PagedKVCache, Any]:
-    """A cache with `batch` sequences of `context` random tokens, and the inputs of one step."""
-    blocks = batch * -(-(context + 16) // 16)
+Step = tuple[Callable[..., torch.Tensor], Any, Callable[[], None]]
+
+
+def paged_step(model: Any, batch: int, context: int) -> Step:
+    """The step on a paged cache of `batch` sequences of `context` random tokens."""
+    model.set_attn_implementation("fusion_paged")
+    blocks = -(-(context + 16) // 16)
     cache = PagedKVCache.for_model(
-        model, blocks, 16, layout="packed", max_seq_len=-(-(context + 16) // 16) * 16
+        model, batch * blocks, 16, layout="packed", max_seq_len=blocks * 16
     )
     for kv in cache.kv:
         for tensor in (kv,) if isinstance(kv, torch.Tensor) else kv or ():
             tensor.normal_()
-    sequences = [cache.allocate(context) for _ in range(batch)]
-    inputs = cache.inputs(sequences, 1)
+    inputs = cache.inputs([cache.allocate(context) for _ in range(batch)], 1)
     inputs.token_ids.random_(0, 100)
-    return cache, inputs
-
-
-def compiled_step(model: Any, inputs: Any, backend: str) -> tuple[Any, float]:
-    """The compiled step, called once, and the seconds that the first call took."""
-    torch._dynamo.reset()
 
     def step(model: Any, inputs: Any) -> torch.Tensor:
         logits: torch.Tensor = model(**forward_arguments(inputs)).logits
         return logits
 
-    compiler: Any = fusion_backend if backend == "fusion" else backend
-    run = torch.compile(step, backend=compiler, fullgraph=True, dynamic=False)
-    start = time.perf_counter()
-    run(model, inputs)
-    seconds = time.perf_counter() - start
-    print(f"  {backend}: first call {seconds:.1f} s", file=sys.stderr, flush=True)
-    return run, seconds
+    return step, inputs, lambda: None
 
 
-def capture(run: Any, model: Any, inputs: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def static_step(model: Any, batch: int, context: int) -> Step:
+    """The step on transformers' own static cache, and what makes it `context` tokens long again."""
+    import inspect
+
+    from transformers import StaticCache
+
+    model.set_attn_implementation("sdpa")
+    config = model.config
+    length = max(1024, context + 32)  # room for the replays between two resets
+    cache = StaticCache(config=config, max_cache_len=length)
+    device, heads = model.device, config.num_key_value_heads
+    cache.early_initialization(batch, heads, config.head_dim, torch.bfloat16, device)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    tokens = torch.randint(0, 100, (batch, 1), device=device)
+    positions = torch.full((batch, 1), context, device=device)
+    # transformers renamed past_key_values to cache between 5.17 and 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    def step(model: Any, inputs: Any) -> torch.Tensor:
+        tokens, positions, cache = inputs
+        extra = {name: cache}
+        logits: torch.Tensor = model(
+            input_ids=tokens, position_ids=positions, use_cache=True, **extra
+        ).logits
+        return logits
+
+    def reset() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)  # it counts every step
+
+    reset()
+    return step, (tokens, positions, cache), reset
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """One CUDA graph of a step, and its logits."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            run(model, inputs)
+            run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = run(model, inputs)
+        logits = run()
     return graph, logits
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
-    """Microseconds of one of ``replays`` replays in a row.
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int, reset: Callable[[], None]) -> float:
+    """Microseconds of one of ``replays`` replays in a row, after `reset`.
 
     In a row, because launching a graph of some hundred nodes takes the host a good part of a
     step: with a wait between replays that time would be measured as the device's.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    reset()
     graph.replay()
     start.record()
     for _ in range(replays):
@@ -119,13 +183,16 @@ def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
     return start.elapsed_time(stop) * 1e3 / replays
 
 
-def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 9) -> dict[str, float]:
-    """Median microseconds of a replay of each graph, measured in turns (clocks drift)."""
+def interleaved(
+    graphs: dict[str, torch.cuda.CUDAGraph], reset: Callable[[], None], rounds: int = 15
+) -> dict[str, list[float]]:
+    """Microseconds of a replay of each graph in each round, measured in turns (clocks drift)."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    replays = max(3, min(20, int(60_000 / replay_us(next(iter(graphs.values())), 2, reset))))
     for _ in range(rounds):
         for name, graph in graphs.items():
-            times[name].append(replay_us(graph))
-    return {name: statistics.median(found) for name, found in times.items()}
+            times[name].append(replay_us(graph, replays, reset))
+    return times
 
 
 def category(kernel: str) -> str:
@@ -138,7 +205,7 @@ def category(kernel: str) -> str:
         return "prologue"
     if "rsqrt" in kernel and ("cos" in kernel or "neg" in kernel):
         return "prologue"
-    if "attention" in kernel or "combine" in kernel:
+    if "attention_kernel" in kernel or "combine" in kernel or "fmha" in kernel:
         return "attention"
     if kernel.startswith("triton_"):
         return "other Triton"
@@ -161,90 +228,195 @@ def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[fl
     return {name: (n, us) for name, (n, us) in found.items()}
 
 
-def compare(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Both backends on one model and batch size; prints the table and returns the figures."""
-    begun = time.perf_counter()
-    model = build(name, options.layers, options.device)
-    print(f"{name} built in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
-    layers = model.config.num_hidden_layers
-    result: dict[str, Any] = {"model": name, "batch": batch, "layers": layers}
+def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Compile and capture, wait for the turn where there is one, measure."""
+    torch.set_grad_enabled(False)
+    result: dict[str, Any] = dataclasses.asdict(case)
+    model = build(case.model, options.layers, options.device)
+    result["layers"] = model.config.num_hidden_layers
     logits: dict[str, torch.Tensor] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    kept: list[Any] = []  # caches, inputs and compiled code that the graphs use
-    for backend in ("inductor", "fusion"):
-        torch.manual_seed(1)
-        cache, inputs = cache_for(model, batch, options.context)
-        run, seconds = compiled_step(model, inputs, backend)
-        figures: dict[str, Any] = {"compile_s": seconds}
-        kept += [cache, inputs, run]
+    make = static_step if "static" in case.variants else paged_step
+    step, inputs, reset = make(model, case.batch, case.context)
+    hold: list[Any] = []  # compiled code and outputs that the graphs use
+    for variant in case.variants:
+        torch._dynamo.reset()
+        backend: Any = fusion_backend if variant == "fusion" else "inductor"
+        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+        begun = time.perf_counter()
+        compiled(model, inputs)
+        figures: dict[str, Any] = {"compile_s": time.perf_counter() - begun}
+        print(f"{case.name} {variant}: {figures['compile_s']:.1f} s", file=sys.stderr, flush=True)
+
+        def run(compiled: Any = compiled) -> torch.Tensor:
+            logits: torch.Tensor = compiled(model, inputs)
+            return logits
+
         if options.device == "cuda":
-            graphs[backend], out = capture(run, model, inputs)
-            graphs[backend].replay()
+            graphs[variant], out = capture(run)
+            graphs[variant].replay()
             torch.cuda.synchronize()
-            logits[backend] = out.float().clone()
-            kept.append(out)
-            host = []
-            for _ in range(10):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run(model, inputs)
-                host.append(time.perf_counter() - start)
-            figures["host_us"] = statistics.median(host) * 1e6
+            hold += [compiled, out]
         else:
-            logits[backend] = run(model, inputs).float()
-        if backend == "fusion":
+            out = run()
+        logits[variant] = out.float().clone()
+        if variant == "fusion":
             sites = [s for g in fusion.reports()[-1].graphs for s in g.sites]
             found = collections.Counter(f"{s.pass_name}:{s.status}:{s.kernel}" for s in sites)
             figures["sites"] = dict(found)
-        result[backend] = figures
-    a, b = logits["inductor"], logits["fusion"]
-    result["logits_relative_error"] = float((a - b).norm() / a.norm())
+        result[variant] = figures
+    if len(logits) == 2:
+        a, b = logits["plain"], logits["fusion"]
+        result["logits_relative_error"] = float((a - b).norm() / a.norm())
+    wait_for_turn(case)
     if graphs:
-        add_times(result, graphs, layers)
-    print(json.dumps(result), flush=True)
+        add_times(result, graphs, reset)
     return result
 
 
-def add_times(result: dict[str, Any], graphs: dict[str, torch.cuda.CUDAGraph], layers: int) -> None:
-    """Step times in turns, kernel times by category, and what follows from them."""
-    for backend, us in interleaved(graphs).items():
-        result[backend]["step_us"] = us
-    for backend, graph in graphs.items():
+def add_times(
+    result: dict[str, Any], graphs: dict[str, torch.cuda.CUDAGraph], reset: Callable[[], None]
+) -> None:
+    """Step times in turns, and kernel times by category."""
+    times = interleaved(graphs, reset)
+    for variant, graph in graphs.items():
+        figures = result[variant]
+        figures["step_us"] = statistics.median(times[variant])
+        figures["rounds_us"] = [round(t, 1) for t in times[variant]]
+        reset()
         spent = kernels(graph)
         parts: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         for kernel, (count, us) in spent.items():
             parts[category(kernel)][0] += count
             parts[category(kernel)][1] += us
-        result[backend]["kernels_us"] = sum(us for _, us in spent.values())
-        result[backend]["launches"] = round(sum(n for n, _ in spent.values()))
-        result[backend]["parts"] = {k: (round(n), round(us, 1)) for k, (n, us) in parts.items()}
-        for kernel, (count, us) in sorted(spent.items(), key=lambda x: -x[1][1])[:12]:
-            print(f"    {backend:9} {us:8.1f} us {count:5.0f} x {category(kernel)}: {kernel[:90]}")
-    fused, plain = (result[b]["parts"]["prologue"][1] for b in ("fusion", "inductor"))
-    result["prologue_us_a_layer"] = {"fusion": fused / layers, "inductor": plain / layers}
-    result["prologue_part_of_inductors"] = fused / plain
-    result["step_ratio"] = result["inductor"]["step_us"] / result["fusion"]["step_us"]
+        figures["kernels_us"] = sum(us for _, us in spent.values())
+        figures["launches"] = round(sum(n for n, _ in spent.values()))
+        figures["parts"] = {k: (round(n), round(us, 1)) for k, (n, us) in parts.items()}
+        slowest = sorted(spent.items(), key=lambda x: -x[1][1])[:25]
+        figures["slowest"] = [(k[:110], round(n), round(us, 1)) for k, (n, us) in slowest]
+
+
+def wait_for_turn(case: Case) -> None:
+    """Say that this process is ready, and wait until the parent lets it measure."""
+    folder = os.environ.get("QWEN3_DECODE_TURNS")
+    if folder is None:
+        return
+    (Path(folder) / f"{case.name}.ready").touch()
+    while not (Path(folder) / f"{case.name}.go").exists():
+        time.sleep(0.05)
+
+
+def waves(cases: list[Case]) -> list[list[Case]]:
+    """Cases in groups that fit into memory together, the largest first."""
+    groups: list[list[Case]] = []
+    for case in sorted(cases, key=lambda c: -c.gigabytes):
+        for group in groups:
+            if sum(c.gigabytes for c in group) + case.gigabytes <= TOTAL_GB:
+                group.append(case)
+                break
+        else:
+            groups.append([case])
+    return groups
+
+
+def run_wave(cases: list[Case], options: argparse.Namespace) -> None:
+    """Each case in a process; all compile at once, then one after another is timed."""
+    turns = options.out / "turns"
+    turns.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // len(cases))
+    environment = os.environ | {
+        "QWEN3_DECODE_TURNS": str(turns),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+    }
+    running = {}
+    for case in cases:
+        spec = json.dumps(dataclasses.asdict(case))
+        command = [sys.executable, __file__, str(options.out), "--case", spec]
+        command += ["--device", options.device]
+        command += ["--layers", str(options.layers)] if options.layers else []
+        running[case] = subprocess.Popen(command, env=environment)
+    waiting = dict(running)
+    while waiting:
+        for case, process in list(waiting.items()):
+            if (turns / f"{case.name}.ready").exists() or process.poll() is not None:
+                del waiting[case]
+        time.sleep(0.2)
+    for case, process in running.items():
+        (turns / f"{case.name}.go").touch()
+        if process.wait() != 0:
+            print(f"{case.name} failed", file=sys.stderr, flush=True)
+    for file in turns.iterdir():
+        file.unlink()
+    turns.rmdir()
+
+
+def summary(results: list[dict[str, Any]]) -> tuple[str, bool]:
+    """A table, one line a model, batch and context; and whether every fusion step is fastest."""
+    by_key: dict[tuple[str, int, int], dict[str, Any]] = collections.defaultdict(dict)
+    for result in results:
+        by_key[result["model"], result["batch"], result["context"]].update(result)
+    lines = ["model batch context | fusion us | plain us (ratio) | static us (ratio) | prologue us"]
+    good = bool(by_key)
+    for (model, batch, context), r in sorted(by_key.items()):
+        cells = [f"{model} {batch} {context}"]
+        fused = r.get("fusion", {}).get("step_us")
+        cells.append(f"{fused:.0f}" if fused else "-")
+        for other in ("plain", "static"):
+            us = r.get(other, {}).get("step_us")
+            cells.append(f"{us:.0f} ({us / fused:.3f})" if us and fused else "-")
+            good &= not (us and fused) or us > fused
+        parts = [
+            r.get(v, {}).get("parts", {}).get("prologue", (0, 0))[1] for v in ("fusion", "plain")
+        ]
+        if all(parts):
+            a, b = parts
+            cells.append(
+                f"{a:.1f} of {b:.1f} ({a / b:.3f}), saves {(b - a) / r['layers']:.2f} a layer"
+            )
+        error = r.get("logits_relative_error")
+        if error is not None:
+            cells.append(f"logits {error:.4f}")
+            good &= error < 0.05
+        lines.append(" | ".join(cells))
+    return "\n".join(lines), good
 
 
 def main() -> int:
-    """Exit status 1 where a fused step is not faster or the logits differ."""
+    """Exit status 1 where a fused step is not faster, the logits differ or a case is missing."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
     parser.add_argument("--models", nargs="*", default=["0.6B", "8B"])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 8192])
     parser.add_argument("--layers", type=int)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-static", action="store_true")
+    parser.add_argument("--case", type=json.loads, help="(used by the parent process)")
     options = parser.parse_args()
-    torch.set_grad_enabled(False)
-    models = ["tiny"] if options.tiny else options.models
-    results = [compare(m, b, options) for m in models for b in options.batches]
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-    bad = [r for r in results if r["logits_relative_error"] > 0.05]
-    bad += [r for r in results if r.get("step_ratio", 2) < 1]
-    return bool(bad)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.case:
+        case = Case(**{**options.case, "variants": tuple(options.case["variants"])})
+        result = run_case(case, options)
+        (options.out / f"{case.name}.json").write_text(json.dumps(result, indent=1))
+        return 0
+    ways: list[tuple[str, ...]] = [("plain", "fusion")]
+    if not options.no_static:
+        ways.append(("static",))
+    cases = [
+        Case(model, batch, context, way)
+        for model in (["tiny"] if options.tiny else options.models)
+        for batch in options.batches
+        for context in options.contexts
+        for way in ways
+    ]
+    for wave in waves(cases):
+        run_wave(wave, options)
+    found = [options.out / f"{case.name}.json" for case in cases]
+    results = [json.loads(path.read_text()) for path in found if path.exists()]
+    table, good = summary(results)
+    print(table)
+    return int(not good or len(results) < len(cases))
 
 
 if __name__ == "__main__":
