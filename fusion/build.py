@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from fusion import selection
-from fusion.config import Config
+from fusion.config import Config, ConfigError, unknown
 from fusion.discovery import build_passes, pass_names
 from fusion.dump import observer_from_environment
+from fusion.graph import compat
 from fusion.pipeline import Collector, FusionRequiredError, Observer, PassManager
 from fusion.target import Target
 
 _lock = threading.RLock()
-_validations: dict[tuple[Config, Target], dict[Any, Any]] = {}
+_validations: dict[tuple[str, str], dict[Any, Any]] = {}
 
 
 def make_config(options: Mapping[str, Any] | Config | None) -> Config:
     """Check options (:class:`~fusion.config.ConfigError` names the valid ones)."""
     if isinstance(options, Config):
-        return options
-    return Config.from_options(options, pass_names())
+        config = options
+        config.check(pass_names())
+    else:
+        config = Config.from_options(options, pass_names())
+    _check_kernels(config)
+    _check_inductor(config)
+    return config
+
+
+def _check_kernels(config: Config) -> None:
+    """A kernel that nobody offers is a typing error.
+
+    Unless a backend could not be loaded, for then the name may be one of that backend's: sites
+    report it as ``gate.backend-unavailable`` beside the backend's own reason.
+    """
+    if not config.kernels or selection.broken_backends():
+        return
+    known = sorted({k.name for k in selection.kernels()})
+    for name in config.kernels:
+        if name not in known:
+            raise ConfigError(unknown("kernel", name, known))
+
+
+def _check_inductor(config: Config) -> None:
+    """Names and types of Inductor's own options, as ``torch.compile`` checks them."""
+    if not config.inductor:
+        return
+    try:
+        compat.inductor_patches(None, dict(config.inductor))
+    except RuntimeError as error:
+        known = compat.inductor_options()
+        for name, _ in config.inductor:
+            if name.replace("-", "_") not in known:
+                near = difflib.get_close_matches(name, known, 5, 0.5)
+                raise ConfigError(unknown("option of inductor", name, near or known)) from None
+        raise ConfigError(f"options['inductor']: {error}") from error
 
 
 def make_manager(
@@ -39,7 +75,7 @@ def make_manager(
     :class:`~fusion.config.ConfigError` for an environment switch that says neither yes nor no.
     """
     target = target or Target.current()
-    config.aiter_switch(), config.kv_layout_switch()  # a misspelt switch is an error, now
+    config.check_switches()  # a misspelt switch is an error, now
     passes, not_built, origins = build_passes(config, target)
     lost = [s for s in not_built if config.mode(s.name) == "required"]
     if lost:
@@ -58,7 +94,9 @@ def make_manager(
         phase=phase,
     )
     with _lock:
-        manager.share_validations(_validations.setdefault((config, target), {}), _lock)
+        # By text, because values of options (lists, mappings) need not be hashable.
+        known = _validations.setdefault((repr(config), repr(target)), {})
+        manager.share_validations(known, _lock)
     return manager
 
 

@@ -11,6 +11,7 @@ from typing import Any
 MODES = ("off", "auto", "required")
 NUMERICS = ("tolerant", "exact")
 INNER = ("inductor", "aot_eager", "aot_eager_decomp")
+KV_LAYOUTS = (None, "shuffle", "dense")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -79,6 +80,13 @@ class Config:
             return Switch(self.aiter, f"option aiter={self.aiter}")
         return env_switch("FUSION_AITER")
 
+    def check_switches(self) -> None:
+        """Raise :class:`ConfigError` for an environment switch that nobody can read."""
+        self.aiter_switch()
+        declared, origin = self.kv_layout_switch()
+        if declared not in KV_LAYOUTS:
+            raise ConfigError(f"{origin} is neither shuffle nor dense")
+
     def kv_layout_switch(self) -> tuple[str | None, str]:
         """The declared cache layout and who declared it (option before environment)."""
         if self.kv_layout is not None:
@@ -116,12 +124,31 @@ class Config:
             elif key in plain:
                 given[key] = value
             else:
-                raise ConfigError(_unknown("option", key, sorted({*plain, *pass_names})))
-        config = cls(passes=tuple(sorted(modes)), pass_options=tuple(sorted(extra)), **_norm(given))
-        config._check()
+                raise ConfigError(unknown("option", key, sorted({*plain, *pass_names})))
+        config = cls(
+            passes=tuple(sorted(modes)),
+            pass_options=tuple(sorted(extra, key=lambda item: item[0])),
+            **_norm(given),
+        )
+        config.check(pass_names)
         return config
 
-    def _check(self) -> None:
+    def check(self, pass_names: Mapping[str, tuple[str, ...]]) -> None:
+        """Raise :class:`ConfigError` for a value that is not valid, naming those that are.
+
+        ``pass_names`` as for :meth:`from_options`. Kernel names and Inductor's options are not
+        known on this floor: :func:`fusion.build.make_config` checks them.
+        """
+        for name, mode in self.passes:
+            if name not in pass_names:
+                raise ConfigError(unknown("pass", name, sorted(pass_names)))
+            _mode(name, mode)
+        for name, given in self.pass_options:
+            for option, _ in given:
+                if option not in pass_names.get(name, ()):
+                    raise ConfigError(
+                        unknown(f"option of {name}", option, [*pass_names.get(name, ())])
+                    )
         for name in ("validation_seconds", "validation_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
@@ -131,10 +158,10 @@ class Config:
         for name, value, valid in (
             ("inner", self.inner, INNER),
             ("numerics", self.numerics, NUMERICS),
-            ("kv_layout", self.kv_layout, (None, "shuffle", "dense")),
+            ("kv_layout", self.kv_layout, KV_LAYOUTS),
         ):
             if (value.lower() if name == "kv_layout" and value else value) not in valid:
-                raise ConfigError(_unknown(name, str(value), [str(v) for v in valid if v]))
+                raise ConfigError(unknown(name, str(value), [str(v) for v in valid if v]))
         if not isinstance(self.validate, bool):
             raise ConfigError(f"validate is True or False, not {self.validate!r}")
         if not isinstance(self.aiter, (bool, type(None))):
@@ -147,10 +174,13 @@ def _norm(given: dict[str, Any]) -> dict[str, Any]:
         kernels = [kernels] if isinstance(kernels, str) else kernels
         if not isinstance(kernels, (list, tuple)) or not all(isinstance(k, str) for k in kernels):
             raise ConfigError(f"kernels is a kernel's name or a list of names, not {kernels!r}")
-        given["kernels"] = tuple(kernels)
+        given["kernels"] = tuple(dict.fromkeys(kernels))  # a name said twice is asked once
     if "inductor" in given:
         if not isinstance(given["inductor"], Mapping):
             raise ConfigError(f"inductor is a mapping of options, not {given['inductor']!r}")
+        for name in given["inductor"]:
+            if not isinstance(name, str):
+                raise ConfigError(f"inductor maps names of options to values, not {name!r}")
         given["inductor"] = tuple(sorted(dict(given["inductor"]).items()))
     return given
 
@@ -163,15 +193,20 @@ def _pass_option(
         mode = rest.pop("mode", "auto")
         for key in rest:
             if key not in option_fields:
-                raise ConfigError(_unknown(f"option of {name}", key, ["mode", *option_fields]))
+                raise ConfigError(unknown(f"option of {name}", str(key), ["mode", *option_fields]))
     else:
         mode, rest = value, {}
-    if mode not in MODES:
-        raise ConfigError(_unknown(f"mode of {name}", str(mode), list(MODES)))
-    return mode, rest
+    return _mode(name, mode), rest
 
 
-def _unknown(what: str, name: str, valid: list[str]) -> str:
+def _mode(name: str, mode: object) -> str:
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ConfigError(unknown(f"mode of {name}", str(mode), list(MODES)))
+    return mode
+
+
+def unknown(what: str, name: str, valid: list[str]) -> str:
+    """The message of an error about a name that does not exist, with the nearest that does."""
     near = difflib.get_close_matches(name, valid, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r}{hint} Valid: {', '.join(valid)}"

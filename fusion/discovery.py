@@ -13,7 +13,9 @@ import functools
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterable, Iterator
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from fusion.target import Target
 
 ENTRY_POINT_GROUP = "fusion.passes"
 _BUILTIN_PACKAGE = "fusion.passes"
+RESERVED = frozenset(f.name for f in dataclasses.fields(Config))
+"""Names that mean something else among the options of a compile."""
 
 
 class DuplicatePassError(RuntimeError):
@@ -66,6 +70,7 @@ def discover() -> Discovered:
             if cls is None:
                 continue
             info = PassInfo(_name_of(cls), cls, origin)
+            _check_class(cls)
         except (Exception, SystemExit) as error:
             text = f"{origin}: {type(error).__name__}: {error}"
             reason = Reason("plugin.broken", f"pass {label} could not be loaded from {text}")
@@ -107,6 +112,14 @@ def _name_of(cls: Any) -> str:
     return name
 
 
+def _check_class(cls: Any) -> None:
+    if cls.name in RESERVED:
+        raise ValueError(f"{cls.name!r} is the name of an option; a pass cannot have it")
+    order = getattr(cls, "order", 100)
+    if isinstance(order, bool) or not isinstance(order, (int, float)) or order != order:
+        raise TypeError(f"the order of {cls.__name__} is {order!r}, not a number")
+
+
 def pass_names() -> dict[str, tuple[str, ...]]:
     """Known pass names with their option fields, as :meth:`Config.from_options` wants them.
 
@@ -123,7 +136,8 @@ def build_passes(
 ) -> tuple[tuple[Pass, ...], tuple[PassStatus, ...], dict[str, str]]:
     """Instances with the configured options, those not built, and where each came from.
 
-    Raises :class:`ConfigError` where a pass does not take an option's value.
+    Raises :class:`ConfigError` where a pass does not take an option's value. A plug-in that
+    cannot be built although nothing was asked of it is a reason.
     """
     found = discover()
     built: list[Pass] = []
@@ -131,14 +145,20 @@ def build_passes(
     origins: dict[str, str] = {}
     for info in found.passes:
         options = dict(dict(config.pass_options).get(info.name, ()))
+        _check_options(info, options)
+        mode = config.mode(info.name)
+        instance: Any = None
         try:
             instance = info.cls(**options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"options of pass {info.name}: {error}") from error
-        reasons = _unavailable(instance, config, target)
-        mode = config.mode(info.name)
+        except (Exception, SystemExit) as error:
+            if options and isinstance(error, (TypeError, ValueError)):
+                raise ConfigError(f"options of pass {info.name}: {error}") from error
+            text = f"{info.origin}: {type(error).__name__}: {error}"
+            reasons = [Reason("plugin.broken", f"{info.name} could not be built: {text}")]
+        else:
+            reasons = list(_unavailable(instance, config, target))
         if reasons:
-            status = PassStatus(info.name, "not-built", reasons, mode, info.origin, options)
+            status = PassStatus(info.name, "not-built", tuple(reasons), mode, info.origin, options)
             not_built.append(status)
             continue
         origins[info.name] = info.origin
@@ -151,6 +171,39 @@ def _unavailable(instance: Any, config: Config, target: Target) -> tuple[Reason,
     if ask is None:
         return ()
     try:
-        return tuple(ask(config, target))
-    except Exception as error:
+        reasons = tuple(ask(config, target))
+        for reason in reasons:
+            if not isinstance(reason, Reason):
+                raise TypeError(f"`unavailable` gave {reason!r}, not a Reason")
+        return reasons
+    except (Exception, SystemExit) as error:
         return (Reason("internal.error", f"{type(error).__name__}: {error}"),)
+
+
+def _check_options(info: PassInfo, options: Mapping[str, Any]) -> None:
+    """Values against the types of the fields; a type that cannot be told is not checked."""
+    try:
+        hints = typing.get_type_hints(info.cls)
+    except Exception:  # a plug-in's annotations may name what is not imported
+        return
+    for name, value in options.items():
+        if name in hints and not _fits(value, hints[name]):
+            hint = hints[name]
+            need = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ConfigError(f"options of pass {info.name}: {name} is {value!r}, not {need}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, choice) for choice in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    if hint is float:
+        return isinstance(value, (int, float))
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True

@@ -262,12 +262,15 @@ class PassManager:
         changed = False
         try:
             sites = [*p.run(graph, context), *context.sites]
+            for site in sites:
+                if not isinstance(site, Site):
+                    raise TypeError(f"pass {p.name} answered with {site!r}, not a Site")
             if changed := before.changed():
                 interface.check(graph, before)
                 if not context.rewrite:
                     why = "of training" if training else f"although it is {mode}"
                     raise RuntimeError(f"pass {p.name} changed a graph {why}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.debug("pass %s failed", p.name, exc_info=True)
             sites = [self._failed(p.name, error, before)]
             changed = False
@@ -281,7 +284,7 @@ class PassManager:
                 log.warning("fusion: the observer failed after pass %s", p.name, exc_info=True)
         return sites
 
-    def _failed(self, name: str, error: Exception, before: Snapshot) -> Site:
+    def _failed(self, name: str, error: BaseException, before: Snapshot) -> Site:
         text = f"{type(error).__name__}: {error}"
         if before.changed():
             before.restore()

@@ -12,10 +12,12 @@ import importlib.metadata
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.fingerprint import module_source
 from fusion.kernel import Kernel, KernelCall
 from fusion.reason import Reason
+from fusion.requires import Requires
 
 ENTRY_POINT_GROUP = "fusion.backends"
 BUILTIN = {
@@ -92,8 +94,7 @@ def _load() -> _Registry:
     for name, where, entry_point in sources:
         try:
             module = entry_point.load() if entry_point else importlib.import_module(where)
-            offered = module.kernels() if callable(getattr(module, "kernels", None)) else None
-            found: Sequence[Kernel] = module.KERNELS if offered is None else offered
+            found = _offer_of(module)
         except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {error}"
             broken.append((name, Reason("plugin.broken", f"backend {name} ({where}): {text}")))
@@ -108,6 +109,20 @@ def _load() -> _Registry:
             owners[key] = where
             kernels.append(kernel)
     return _Registry(tuple(kernels), tuple(broken))
+
+
+def _offer_of(module: Any) -> tuple[Kernel, ...]:
+    """The kernels of a backend; raises where that is not what it offers."""
+    ask = getattr(module, "kernels", None)
+    found = tuple(ask() if callable(ask) else module.KERNELS)
+    for kernel in found:
+        if not isinstance(kernel, Kernel) or not isinstance(kernel.requires, Requires):
+            raise TypeError(f"it offers {kernel!r}, which is not a Kernel with its Requires")
+        if not isinstance(kernel.name, str) or kernel.name in ("", "auto"):
+            raise ValueError(f"{kernel.name!r} cannot be the name of a kernel")
+        if not callable(kernel.fn):
+            raise TypeError(f"kernel {kernel.name!r} has the function {kernel.fn!r}")
+    return found
 
 
 def kernels(op: str | None = None) -> tuple[Kernel, ...]:

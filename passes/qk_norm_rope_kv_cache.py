@@ -54,6 +54,10 @@ class QKNormRopeKVCache:
 
     max_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, it must be at least 1, or None")
+
     def run(self, graph: Graph, context: Context) -> list[Site]:
         """Fuse every prologue that is proved right; one site per cache write or loose key."""
         # Read everything before anything is rewritten: facts speak of the graph as it is.

@@ -143,6 +143,10 @@ def kv_cache_write(
     """
     if slot_mapping.shape[0] == 0:
         return
+    if key_cache.shape[0] == 0:  # no row to hold on to, and nothing but padding can be meant
+        if slot_mapping.device.type == "cpu" and bool((slot_mapping >= 0).any()):
+            raise IndexError("slot_mapping names a slot, but the cache has no block")
+        return
     to = redirect_padding(slot_mapping)
     key_rows, value_rows = rows_to_store(
         key, value, key_cache, value_cache, k_scale, v_scale, kv_layout=kv_layout

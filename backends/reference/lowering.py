@@ -116,7 +116,7 @@ def _functional(op: str, a: dict[str, Any]) -> tuple[Any, Any]:
         return result, None
     slots = write.pop("slot_mapping")
     rows = None
-    if slots.shape[0] != 0:
+    if slots.shape[0] != 0 and write["key_cache"].shape[0] != 0:
         rows = rows_to_store(key, value, **write, kv_layout=layout)
     if result is not None and not return_key:
         result = (result[0], key.new_empty((0, *key.shape[1:])))

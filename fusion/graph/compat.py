@@ -151,6 +151,13 @@ def inductor_patches(mode: str | None, patches: dict[str, Any]) -> dict[str, Any
     return dict(make(mode, patches, None).config)
 
 
+def inductor_options() -> list[str]:
+    """The names of all options of Inductor's configuration."""
+    from torch._inductor import list_options
+
+    return list(list_options())
+
+
 def inductor_decompositions() -> dict[Any, Any]:
     """Inductor's decomposition table."""
     from torch._inductor.decomposition import select_decomp_table

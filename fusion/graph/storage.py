@@ -63,6 +63,11 @@ def root_of(node: Node) -> Root:
     return Root(node, offset if isinstance(offset, int) else None)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors (real or fake) in one storage have in common, while they live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _shares(node: Node) -> bool:
     """Whether a reshape is a view: dense inputs are, others are judged by their strides."""
     source = node.args[0]

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion.graph.storage import storage_id
 from fusion.layout import shuffle_width
+from fusion.ops.overlap import repeats_itself, share_bytes
+from fusion.ops.schema import REQUIRED, WRITTEN
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -104,6 +107,9 @@ def _cache(op: str, a: Arguments, heads: Any, dim_k: Any, dim_v: Any) -> None:
                     _fail(op, "dimension 2 of key_cache", cache.shape[2], f"D/x = {dim}/{x}")
             else:
                 _size(op, name, cache, 3, dim, "the head dim Dv")
+        block = cache.shape[1 if not shuffled else 3 if name == "key_cache" else 2]
+        if _certain(block == 0):
+            _fail(op, f"the block size of {name} (shape {_shape(cache)})", 0, "at least 1")
     pairs = [(0, key.shape[0], value.shape[0])]
     if shuffled:
         pairs.append((3, key.shape[3], value.shape[2] * value.shape[4]))
@@ -129,11 +135,7 @@ def _written(op: str, a: Arguments) -> None:
     """What every op that writes a cache shares: key, value, slots, the caches themselves."""
     key, value, slots = a["key"], a["value"], a["slot_mapping"]
     for name in ("key_cache", "value_cache"):
-        cache = a[name]
-        if any(_certain(s > 1) and t == 0 for s, t in zip(cache.shape, cache.stride(), strict=True)
-               if isinstance(t, int)):  # fmt: skip
-            _fail(op, name, f"expanded (strides {list(cache.stride())})",
-                  "memory in which every element exists once, because it is written")  # fmt: skip
+        _once(op, name, a[name])
     _rank(op, "key", key, 3, "[tokens, KV heads, D]")
     _rank(op, "value", value, 3, "[tokens, KV heads, Dv]")
     _dtype(op, "key", key, FLOATS)
@@ -146,6 +148,38 @@ def _written(op: str, a: Arguments) -> None:
         _fail(op, "slot_mapping", f"of length {slots.shape[0]}",
               f"at most as long as key has tokens ({key.shape[0]})")  # fmt: skip
     _cache(op, a, key.shape[1], key.shape[2], value.shape[2])
+    _apart(op, a)
+
+
+def _once(op: str, name: str, cache: Tensor) -> None:
+    """No two elements of a cache at one address."""
+    strides = list(cache.stride())
+    expanded = any(
+        _certain(s > 1) and t == 0
+        for s, t in zip(cache.shape, strides, strict=True)
+        if isinstance(t, int)
+    )
+    if expanded or repeats_itself(cache):
+        how = "expanded" if expanded else "overlapping itself"
+        _fail(op, name, f"{how} (shape {_shape(cache)}, strides {strides})",
+              "memory in which every element exists once, because it is written")  # fmt: skip
+
+
+def _apart(op: str, a: Arguments) -> None:
+    """What is written shares no byte with anything else that the operation is given.
+
+    Kernels read and write in no particular order. Views of one buffer that interleave (the halves
+    of a packed cache) are fine. Arguments in different storages are taken to be apart.
+    """
+    tensors = {name: v for name, v in a.items() if isinstance(v, Tensor)}
+    storage = {name: storage_id(tensor) for name, tensor in tensors.items()}
+    for i, written in enumerate(WRITTEN):
+        for name, tensor in tensors.items():
+            if name in WRITTEN[: i + 1] or storage[name] != storage[written]:
+                continue
+            if share_bytes(tensors[written], tensor):
+                _fail(op, name, f"in memory that {written} has a part of",
+                      f"apart from {written}, which is written")  # fmt: skip
 
 
 def _query_key(op: str, a: Arguments) -> None:
@@ -171,6 +205,10 @@ def _norm(op: str, a: Arguments) -> None:
         if eps is not None:
             _dtype(op, name, eps, FLOATS)
             _rank(op, name, eps, 0, "one number")
+    for name in ("q_eps", "k_eps"):
+        eps = a[name]
+        if _certain(eps < 0) or eps != eps:
+            _fail(op, name, eps, "at least 0 (it is added to the mean square)")
 
 
 def _rope(op: str, a: Arguments) -> None:
@@ -233,7 +271,7 @@ def _attention(op: str, a: Arguments) -> None:
     for name in ("max_query_len", "max_seq_len"):
         if _certain(a[name] < 0):
             _fail(op, name, a[name], "at least 0")
-    if a["softcap"] < 0:
+    if not a["softcap"] >= 0:
         _fail(op, "softcap", a["softcap"], "0 (none) or positive")
 
 
@@ -245,8 +283,14 @@ def check(op: str, arguments: Arguments) -> None:
         arguments: every argument by name.
 
     Raises:
+        TypeError: names the first argument that is missing (None).
         ValueError: names the first argument that does not fit, what it is and what it must be.
     """
+    for name in REQUIRED[op]:
+        if not isinstance(arguments[name], Tensor):
+            raise TypeError(
+                f"fusion.ops.{op}: {name} is {arguments[name]!r}, but it must be a tensor"
+            )
     _choices(op, arguments)
     if op == "paged_attention":
         _attention(op, arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusion.config import Config
 from fusion.fingerprint import digest_of, environment, package_sources
+from fusion.graph.storage import storage_id
 from fusion.kernel import Kernel, KernelCall, TensorSpec
 from fusion.ops.checks import check
 from fusion.selection import NoKernelError, find, kernels, offered, preference, select
@@ -96,7 +97,7 @@ def resolve(op: str, arguments: Mapping[str, Any]) -> Kernel:
         Target.current(),
         tuple(map(id, known)),
         *map(os.environ.get, _SWITCHES),
-        *map(_metadata, arguments.values()),
+        *_metadata(arguments),
     )
     found = _resolved.get(key)
     if found is None:
@@ -112,10 +113,28 @@ _SWITCHES = ("FUSION_AITER", "FUSION_KV_LAYOUT", "TRITON_INTERPRET")
 _resolved: dict[Hashable, tuple[Kernel, tuple[Kernel, ...]]] = {}
 
 
-def _metadata(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
-    return (type(value), value)
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
+def _metadata(arguments: Mapping[str, Any]) -> list[Hashable]:
+    """What checks and conditions read of the arguments.
+
+    The last entry numbers the storages in order of appearance: with offsets and strides that says
+    which tensors overlap.
+    """
+    found: list[Hashable] = []
+    homes: list[int] = []
+    for value in arguments.values():
+        # Asking a number whether it is a Tensor takes half a microsecond; there are twenty.
+        if type(value) not in _PLAIN and isinstance(value, Tensor):
+            found.append(
+                (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+            )
+            homes.append(storage_id(value))
+        else:
+            found.append((type(value), value))
+    found.append(tuple(map(homes.index, homes)))
+    return found
 
 
 def fingerprint() -> str:

@@ -46,6 +46,12 @@ SCHEMAS: Mapping[str, str] = {
 }
 
 OPERATIONS = tuple(SCHEMAS)
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    op: tuple(re.findall(r"Tensor(?:\(\w!\))? (\w+)", text)) for op, text in SCHEMAS.items()
+}
+"""The tensors that an operation cannot do without (the dispatcher lets None pass for them)."""
+WRITTEN = ("key_cache", "value_cache")
+"""The arguments that the operations write, where they have them and are no readers."""
 
 
 def opaque_schema(op: str) -> str:
