@@ -197,6 +197,7 @@ def _result(node: Node) -> Node:
 
 _SDPA = {
     "aten::scaled_dot_product_attention",
+    "aten::_cudnn_attention_forward",
     "aten::_scaled_dot_product_attention_math",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -206,6 +207,13 @@ _SDPA = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
 }
+
+
+_EXTRAS = (
+    "alibi_slopes", "block_table", "seqused_k", "seqlen_k", "window_size", "q_descale",
+    "k_descale", "v_descale", "dropout_mask",
+)  # fmt: skip
+"""Arguments of torch's own attention ops that change results and have no canonical name."""
 
 
 def _sdpa(node: Node, name: str) -> Attention | Miss | None:
@@ -223,7 +231,7 @@ def _sdpa(node: Node, name: str) -> Attention | Miss | None:
     unclaimed: dict[str, Any] = {} if mask is None else {"mask": mask}
     if _is_positive(a.get("dropout_p")):
         unclaimed["dropout_p"] = a["dropout_p"]
-    for extra in ("alibi_slopes", "block_table", "seqused_k", "seqlen_k", "window_size"):
+    for extra in _EXTRAS:
         if a.get(extra) is not None:
             unclaimed[extra] = a[extra]
     causal: Any = a.get("is_causal")
