@@ -124,6 +124,22 @@ def test_a_row_that_is_over_writes_and_sees_nothing() -> None:
     assert inputs.query_start_loc.tolist() == [0, 1, 2]
 
 
+def test_a_row_that_is_over_keeps_its_share_of_the_tokens() -> None:
+    """The shapes of a speculative step do not depend on which rows are over."""
+    cache = make()
+    a = cache.allocate(2)
+    both = cache.inputs([cache.allocate(), a], 3)
+    slots = both.slot_mapping
+    inputs = cache.inputs([None, a], [3, 3])
+    assert inputs.slot_mapping is slots
+    assert inputs.slot_mapping.tolist() == [-1, -1, -1, *cache.allocator.slots(a, 5)]
+    assert inputs.seq_lens.tolist() == [0, 8]
+    assert inputs.query_start_loc.tolist() == [0, 3, 6]
+    assert inputs.last_rows.tolist() == [2, 5]
+    with pytest.raises(ValueError, match="sequence None gets 0 new tokens"):
+        cache.inputs([None, a], [0, 1])
+
+
 def test_out_of_blocks_comes_before_anything_was_appended() -> None:
     cache = make(num_blocks=3)
     a, b = cache.allocate(4), cache.allocate(4)

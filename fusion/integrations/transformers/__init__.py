@@ -9,7 +9,7 @@ transformers 5.17 or later.
 """
 
 from fusion.integrations.transformers.allocator import Append, BlockAllocator, OutOfBlocks
-from fusion.integrations.transformers.attention import PagedAttentionError, register
+from fusion.integrations.transformers.attention import PagedAttentionError, register, write_kv
 from fusion.integrations.transformers.cache import PagedKVCache
 from fusion.integrations.transformers.generation import forward_arguments, generate
 from fusion.integrations.transformers.inputs import PagedInputs
@@ -31,4 +31,5 @@ __all__ = [
     "pack_qkv",
     "register",
     "unpack_qkv",
+    "write_kv",
 ]

@@ -88,25 +88,9 @@ def paged_attention_forward(
         raise PagedAttentionError(f"{NAME!r} has no place for a position_bias")
     if dropout:
         raise PagedAttentionError(f"{NAME!r} is for inference: call model.eval() (dropout is set)")
-    kv = paged_kv.kv[_layer_index(module, len(paged_kv.kv))]
-    if kv is None:
-        raise PagedAttentionError(
-            f"layer {module.layer_idx} attends, but the cache was built without this layer"
-        )
     batch, _, length, head_dim = query.shape
-    key_cache, value_cache = split_kv_cache(kv, paged_kv.layout, key.shape[-1], value.shape[-1])
-    layout = paged_kv.layout.op_layout
-    query, key, value = _tokens(query), _tokens(key), _tokens(value)
-    torch.ops.fusion.kv_cache_write(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        paged_kv.slot_mapping,
-        paged_kv.k_scale,
-        paged_kv.v_scale,
-        kv_layout=layout,
-    )
+    key_cache, value_cache = write_kv(module, key, value, paged_kv)
+    query = _tokens(query)
     causal = _is_causal(module, is_causal)
     # transformers' masks: causal sees the query and the sliding_window-1 keys before it; a layer
     # that sees both sides reaches sliding_window keys to either.
@@ -128,9 +112,43 @@ def paged_attention_forward(
         s_aux,
         paged_kv.k_scale,
         paged_kv.v_scale,
-        kv_layout=layout,
+        kv_layout=paged_kv.layout.op_layout,
     )
     return out.view(batch, length, out.shape[1], out.shape[2]), None
+
+
+def write_kv(
+    module: torch.nn.Module,
+    key: Tensor,
+    value: Tensor,
+    paged_kv: PagedInputs,
+    slot_mapping: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write `key [B, Hk, S, D]` and `value [B, Hk, S, Dv]` to the cache of layer
+    `module.layer_idx`; returns its key and value views.
+
+    `slot_mapping [B*S]` (int64, -1 writes nothing) says where to, by default the slots of
+    `paged_kv`. For layers whose keys come without queries: a DFlash drafter's, whose context is
+    projected from hidden states of the target. Raises :class:`PagedAttentionError` for a layer
+    that the cache was not built for.
+    """
+    kv = paged_kv.kv[_layer_index(module, len(paged_kv.kv))]
+    if kv is None:
+        raise PagedAttentionError(
+            f"layer {module.layer_idx} attends, but the cache was built without this layer"
+        )
+    key_cache, value_cache = split_kv_cache(kv, paged_kv.layout, key.shape[-1], value.shape[-1])
+    torch.ops.fusion.kv_cache_write(
+        _tokens(key),
+        _tokens(value),
+        key_cache,
+        value_cache,
+        paged_kv.slot_mapping if slot_mapping is None else slot_mapping,
+        paged_kv.k_scale,
+        paged_kv.v_scale,
+        kv_layout=paged_kv.layout.op_layout,
+    )
+    return key_cache, value_cache
 
 
 def _tokens(x: Tensor) -> Tensor:

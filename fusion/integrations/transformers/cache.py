@@ -182,7 +182,8 @@ class PagedKVCache:
         The tokens are one packed row `[1, T]`, sequence after sequence. With `padded` they are
         `[B, S]`, S the largest number of new tokens, filled up on the *left*: the padding
         writes nothing and its positions are zero. A sequence None is a row that is over: it
-        takes part with one token that writes nothing and attends to nothing (zeros come out).
+        takes part with its new tokens, so that the shapes stay as they were, but they write
+        nothing and attend to nothing (zeros come out).
 
         Where every sequence gets the same shape as before, the same tensors are updated in
         place and returned again: use them before the next call. `max_query_len` bounds the new
@@ -193,7 +194,6 @@ class PagedKVCache:
         `OutOfBlocks` before anything was appended.
         """
         counts = [new_tokens] * len(sequences) if isinstance(new_tokens, int) else [*new_tokens]
-        counts = [1 if s is None else n for s, n in zip(sequences, counts, strict=True)]
         living = [s for s in sequences if s is not None]
         if len(set(living)) != len(living):
             raise ValueError(f"a sequence is named twice in {list(sequences)}")
@@ -279,10 +279,11 @@ class PagedKVCache:
     # Checks
 
     def _check_room(self, sequences: Sequence[int | None], counts: Sequence[int]) -> None:
+        for named, count in zip(sequences, counts, strict=True):
+            if count < 1:
+                raise ValueError(f"sequence {named} gets {count} new tokens, it must be >= 1")
         requests = [(s, n) for s, n in zip(sequences, counts, strict=True) if s is not None]
         for sequence, count in requests:
-            if count < 1:
-                raise ValueError(f"sequence {sequence} gets {count} new tokens, it must be >= 1")
             self._check_length(self.allocator.length(sequence) + count)
         need = self.allocator.cost(requests)
         if need > self.free_blocks:
