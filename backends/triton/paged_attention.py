@@ -142,6 +142,8 @@ def paged_attention(
     sinks = sinks if sinks is None else sinks.contiguous()
     if scale < 0:  # the kernel takes the row maximum before it scales
         query, scale = -query, -scale
+    if key_cache.dtype not in _FP8:
+        k_scale = v_scale = None  # only fp8 caches are scaled
     fp8 = ""
     if key_cache.dtype in _FP8 and (interpreted() or not native_fp8(key_cache.dtype, target)):
         fp8 = _FP8[key_cache.dtype]
