@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,14 +106,17 @@ def inductor_passes(
     ``torch._inductor.config.patch(...)``. The passes that are installed when this is called
     stay and run first; nothing is set globally. ``existing`` names them where they are not in
     ``torch._inductor.config`` but in patches of your own. Graphs show up in
-    :func:`fusion.reports` when they are compiled (not on a hit of Inductor's cache: only
-    ``backend="fusion"`` sees those).
+    :func:`fusion.reports` when they are compiled. On a hit of Inductor's cache no pass runs: the
+    graph is then listed with ``cached=True`` and the reason ``cache.no-report`` (only
+    ``backend="fusion"`` knows the sites of such a graph). For AOTInductor see
+    docs/extending.md.
     """
     from torch._inductor import config as inductor_config
 
     collected = _Unattended()
     manager = make_manager(make_config(config), collector=collected)
     collected.header = header(manager)
+    manager.asked = collected.asked
     if existing is None:
         existing = getattr(inductor_config, HOOK)
     patches = dict(manager.config.inductor)
@@ -126,21 +130,42 @@ class _Unattended:
     def __init__(self) -> None:
         self.header = Report()
         self._lock = threading.Lock()
-        self._last: tuple[Any, int, Entry] | None = None
+        self._last: tuple[weakref.ref[Any], int, Entry] | None = None
 
     def __call__(self, graph: GraphReport) -> None:
         """List the graph; nested graphs of one compile share an entry."""
         context = compat.compile_context()
-        attempt = getattr(context, "attempt", 0)
         with self._lock:
-            last = self._last
-            if last is not None and context is not None and last[:2] == (context, attempt):
-                last[2].graphs.append(graph)
-                return
-            entry = REGISTRY.begin(context, self.header, ())
+            entry = self._entry(context)
+            if entry.cached:  # a cache was asked, and did not have it
+                entry.cached = False
+                entry.graphs.clear()
             entry.graphs.append(graph)
-            self._last = (context, attempt, entry)
-            REGISTRY.commit(entry)
+
+    def asked(self) -> None:
+        """A compile cache is about to look. If it finds the code, no pass will run and this is
+        all that is ever seen of the compile."""
+        context = compat.compile_context()
+        if context is None:  # somebody reads the key out of curiosity
+            return
+        with self._lock:
+            entry = self._entry(context)
+            if not entry.graphs:
+                entry.cached = True
+                entry.graphs.append(_no_report())
+
+    def _entry(self, context: Any) -> Entry:
+        attempt = getattr(context, "attempt", 0)
+        last = self._last
+        if last is not None and context is not None:
+            known, number, entry = last
+            if known() is context and number == attempt:
+                return entry
+        entry = REGISTRY.begin(context, self.header, ())
+        if context is not None:
+            self._last = (weakref.ref(context), attempt, entry)
+        REGISTRY.commit(entry)
+        return entry
 
 
 def _inductor(
@@ -181,13 +206,15 @@ def _key(gm: GraphModule, inputs: Sequence[Any], salt: tuple[object, ...]) -> st
 
 def _from_store(key: store.Key | None) -> list[GraphReport]:
     found = None if key is None else store.load(key)
-    if found is not None:
-        return found
+    return [_no_report()] if found is None else found
+
+
+def _no_report() -> GraphReport:
     reason = Reason(
         "cache.no-report",
         "the compiled code came from a compile cache, and no report is stored with it",
     )
-    return [GraphReport("", phase="post_grad", reasons=(reason,))]
+    return GraphReport("", phase="post_grad", reasons=(reason,))
 
 
 def _patches(mode: str | None, config: Config) -> dict[str, Any]:

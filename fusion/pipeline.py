@@ -27,7 +27,13 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from fusion.config import Config
-from fusion.fingerprint import digest_of, environment, module_source, package_sources
+from fusion.fingerprint import (
+    digest_of,
+    environment,
+    function_source,
+    module_source,
+    package_sources,
+)
 from fusion.graph import compat, foreign
 from fusion.graph.check import Interface
 from fusion.graph.provenance import layer_of, source_of
@@ -169,7 +175,8 @@ class PassManager:
 
     ``not_built`` lists passes that could not be built, with their reasons. ``fingerprint``
     contributes what lower floors cannot know (kernel availability) to :meth:`uuid`.
-    ``collector`` is given the report of every graph that went through.
+    ``collector`` is given the report of every graph that went through; ``asked`` (an attribute)
+    is called where a compile cache asks for :meth:`uuid`, which it does before it looks.
     """
 
     def __init__(
@@ -193,6 +200,7 @@ class PassManager:
         self.not_built = tuple(not_built)
         self.origins = dict(origins or {})
         self.phase = phase
+        self.asked: Callable[[], None] | None = None
         self._fingerprint = fingerprint
         self._validations: dict[Any, Any] = {}
         self._lock = threading.RLock()
@@ -304,11 +312,14 @@ class PassManager:
         with versions, kernel availability, registered foreign operators, and the ``FUSION_*``
         environment switches.
         """
+        if self.asked is not None:
+            self.asked()
         parts: list[object] = [package_sources(), environment(), repr(self.config)]
         parts += [repr(self.target), self.phase]
         for p in self.passes:
             cls = type(p)
-            parts.append((p.name, cls.__qualname__, module_source(cls.__module__), repr(p)))
+            sources = (module_source(cls.__module__), function_source(cls.run))
+            parts.append((p.name, cls.__qualname__, sources, repr(p)))
         parts += [(s.name, s.status) for s in self.not_built]
         # What users taught the recognisers decides what is rewritten.
         parts += [foreign.registered(), attention.registered(), cache_write.registered()]

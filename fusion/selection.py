@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.fingerprint import module_source
+from fusion.fingerprint import function_source
 from fusion.kernel import Kernel, KernelCall
 from fusion.reason import Reason
 from fusion.requires import Requires
@@ -135,7 +135,14 @@ def kernels(op: str | None = None) -> tuple[Kernel, ...]:
 def offered() -> tuple[tuple[str, ...], ...]:
     """Every kernel with its requirements and the hash of its source, for compile-cache keys."""
     return tuple(
-        (k.op, k.name, k.backend, repr(k.requires), module_source(k.fn.__module__))
+        (
+            k.op,
+            k.name,
+            k.backend,
+            repr(k.requires),
+            function_source(k.fn),
+            function_source(k.lowering),
+        )
         for k in kernels()
     )
 

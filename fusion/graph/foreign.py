@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from fusion.fingerprint import module_source
+from fusion.fingerprint import function_source
 from fusion.graph.functional import (
     AUTO_FUNCTIONALIZED,
     ArgView,
@@ -37,7 +37,7 @@ def registered() -> tuple[tuple[str, str, str], ...]:
     """What :func:`register_op` was told, sorted: it decides what is read through."""
     return tuple(
         sorted(
-            (str(op), getattr(fn, "__qualname__", repr(fn)), module_source(fn.__module__))
+            (str(op), getattr(fn, "__qualname__", repr(fn)), function_source(fn))
             for op, fn in _REGISTRY.items()
         )
     )
