@@ -10,15 +10,16 @@ MINUTES ?= 20
 PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow test-gpu test-rocm test-aiter-source fuzz \
+.PHONY: help install demo demo-dflash test test-slow test-gpu test-rocm test-aiter-source fuzz \
 	lint types floors docs check clean
 
 help:
-	@echo "make demo       run the paged-generation example (installs into $(VENV))"
-	@echo "make test       the default test run (under 12 minutes on 2 cores)"
-	@echo "make test-slow  tests that take longer (marker: slow)"
-	@echo "make check      lint, types and floors"
-	@echo "make docs       regenerate the generated pages under docs/"
+	@echo "make demo         run the paged-generation example (installs into $(VENV))"
+	@echo "make demo-dflash  run the speculative-decoding example, its drafter not causal"
+	@echo "make test         the default test run (under 12 minutes on 2 cores)"
+	@echo "make test-slow    tests that take longer (marker: slow)"
+	@echo "make check        lint, types and floors"
+	@echo "make docs         regenerate the generated pages under docs/"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +30,9 @@ install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/generate_paged.py
+
+demo-dflash: $(STAMP)
+	$(BIN)/python examples/dflash.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not rocm" $(PYTEST_ARGS)

@@ -117,6 +117,12 @@ class Speculator:
             for model in (target, drafter)
         )
 
+        # transformers prepares to record hidden states in the first forward that asks for them,
+        # which Dynamo cannot trace: a forward that writes nothing.
+        nothing = self.target_cache.inputs([None], 1)
+        with torch.no_grad():
+            target(**forward_arguments(nothing), output_hidden_states=True)
+
         def step(name: str, function: Callable[..., Any]) -> Step:
             if compile is not None:
                 function = torch.compile(function, fullgraph=True, **compile)

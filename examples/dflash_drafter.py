@@ -279,6 +279,7 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+@torch.enable_grad()
 def distil(
     drafter: DFlashDrafter, target: Any, texts: Sequence[tuple[list[int], int]], steps: int
 ) -> tuple[float, float]:
