@@ -32,6 +32,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.moves import is_move, step
 from fusion.graph.reshaping import reshape_index
+from fusion.graph.shapes import pinned
 from fusion.match.trail import assemble, trails
 from tests.match_graphs import Traced, trace
 
@@ -315,3 +316,22 @@ def test_cost_does_not_grow_with_tokens() -> None:
         times.append(min(spent))
     assert times[1] < 3 * times[0] + 0.005
     assert times[1] < 0.05
+
+
+def test_a_size_that_guards_leave_one_value() -> None:
+    """``pinned`` knows what a guard fixed, and nothing more; it asks without guarding."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env = ShapeEnv()
+    symbol = env.create_symbol(8, ConstantSource("s"), DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=8)
+    half = (size + 1) // 2
+    assert (pinned(4), pinned(size), pinned(size // 3)) == (4, None, None)
+    assert not env.guards
+    assert bool(half == 4)  # as a broadcast would
+    guards = len(env.guards)
+    assert (pinned(half), pinned(size)) == (4, None)
+    assert pinned(half * 2) is None or pinned(half * 2) == 8
+    assert len(env.guards) == guards
+    assert pinned(env.create_unbacked_symint()) is None

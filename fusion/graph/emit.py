@@ -182,6 +182,14 @@ class Emitter:
             node = self.call(aten.select.int, (pairs, -1, part), before=before)
         if not (start == 0 and known(value.shape[axis] == end)):
             node = self.call(aten.slice.Tensor, (node, axis, start, end), before=before)
+        elif not isinstance(value.shape[axis], int) and table.positions is None:
+            # Known to be this number, but spelled otherwise (and so are the strides): a reshape
+            # would want a guard. The copy is of a few numbers a token, and Inductor fuses it.
+            shape = [end if i == axis else -1 for i in range(value.dim())]
+            node = self.call(aten.expand.default, (node, shape), before=before)
+            if len(sizes) != 1:
+                dense = {"memory_format": torch.contiguous_format}
+                node = self.call(aten.clone.default, (node,), dense, before=before)
         if table.positions is not None:
             return node
         present = sorted(r for r in roles if isinstance(r, int))

@@ -32,6 +32,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.foreign import expansion
 from fusion.graph.reshaping import axis_of, bounds, fixed, reshape_index
+from fusion.graph.shapes import pinned
 
 
 def step(ref: Ref) -> list[Ref] | None:
@@ -182,8 +183,8 @@ def _index_select(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
 
 
 def _gathered(ref: Ref, source: Node, dim: int, positions: Array) -> list[Ref] | None:
-    size = value_of(source).shape[dim]
-    if positions.ndim != 1 or not isinstance(size, int):
+    size = pinned(value_of(source).shape[dim])
+    if positions.ndim != 1 or size is None:
         return None
     moved = (positions % size)[ref.index[dim]]
     return _one(ref, source, (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
@@ -241,7 +242,7 @@ def _getitem(ref: Ref) -> list[Ref] | None:
         before = [t.shape[dim] for t in value_of(source)[:which]]
         if not fixed(*before):
             return None
-        start = sum(before)
+        start = sum(map(number, before))
         moved = ref.index[dim] + start
         return _one(ref, whole, (*ref.index[:dim], moved, *ref.index[dim + 1 :]))
     inner = expansion(source)

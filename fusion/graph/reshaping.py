@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fusion.graph.elements import Array, Index, Unreadable, collapse, number, same_size, zero
+from torch.fx import Node
+
+from fusion.graph.elements import (
+    Array,
+    Index,
+    Unreadable,
+    collapse,
+    number,
+    same_size,
+    value_of,
+    zero,
+)
+from fusion.graph.shapes import pinned
 
 _END = 2**62
 
@@ -27,8 +39,9 @@ def bounds(a: dict[str, Any], size: int) -> tuple[int, int, int]:
 
 
 def fixed(*values: Any) -> bool:
-    """Whether offsets are plain numbers: a symbolic one is no fixed place in the input."""
-    return all(value is None or isinstance(value, int) for value in values)
+    """Whether offsets are the same in every run: another one is no fixed place in the input."""
+    plain = (value_of(v) if isinstance(v, Node) else v for v in values)
+    return all(value is None or pinned(value) is not None for value in plain)
 
 
 def reshape_index(index: Index, out_shape: Sequence[Any], shape: Sequence[Any], rank: int) -> Index:

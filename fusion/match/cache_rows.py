@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion.graph.shapes import pinned
 from fusion.match import cache_view as cv
 from fusion.match.cache_trace import RawWrite, Trace
 from fusion.match.cache_value import source_of
@@ -83,12 +84,12 @@ def tokens_of(node: Any) -> TokenView | Reason:
 def _view(node: Node, order: tuple[int, ...], token_dims: int) -> TokenView | Reason:
     shape = tuple(node.meta["val"].shape)
     sizes = tuple(shape[d] for d in order[:token_dims])
-    heads = shape[order[token_dims]] if len(order) == token_dims + 2 else 1
-    dim = shape[order[-1]]
-    if not (isinstance(heads, int) and isinstance(dim, int)):
+    spelled = shape[order[token_dims]] if len(order) == token_dims + 2 else 1
+    heads, dim = pinned(spelled), pinned(shape[order[-1]])
+    if heads is None or dim is None:
         return Reason(
             "match.value", "the number of heads and the head size are not constants",
-            have=f"{heads} heads of {dim}", node=node.name,
+            have=f"{spelled} heads of {shape[order[-1]]}", node=node.name,
         )  # fmt: skip
     return TokenView(node, order, token_dims, sizes, product(sizes), heads, dim)
 

@@ -25,6 +25,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.foreign import is_inner
 from fusion.graph.reshaping import axis_of
+from fusion.graph.shapes import pinned
 from fusion.match.miss import No
 from fusion.match.views import Frame
 from fusion.match.walk import Walk, constant_number
@@ -131,7 +132,7 @@ class MeanReader(Walk):
         count = math.prod(shape[d] for d in over)
         if any(frame.dim_axis in depends(collapse(i)) for i in mean.index):
             raise No("match.norm-axis", "the mean runs over another axis than dim", node, 4)
-        static = all(isinstance(value_of(source).shape[d], int) for d in over)
+        static = all(pinned(value_of(source).shape[d]) is not None for d in over)
         if count != frame.dim or not static:
             heads = any(frame.head_axis in depends(collapse(i)) for i in mean.index)
             if not heads and frame.heads > 1 and count % frame.dim == 0:

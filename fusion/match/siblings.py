@@ -32,6 +32,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.foreign import is_registered
 from fusion.graph.moves import is_move
+from fusion.graph.shapes import pinned
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
 from fusion.match.rotation import read_rope
 from fusion.match.table import entries, same_elements
@@ -273,7 +274,7 @@ def _views(node: Node, key: TokenView) -> Iterator[TokenView]:
                 fits = all(map(same_size, sizes, key.token_sizes))
             else:
                 fits = order == tuple(range(rank)) and same_size(product(sizes), key.tokens)
-            if fits and isinstance(value.shape[order[-1]], int):
+            if fits and pinned(value.shape[order[-1]]) is not None:
                 yield dim_view(node, order, heads)
 
 

@@ -28,7 +28,8 @@ from fusion.graph.elements import (
 )
 from fusion.graph.foreign import is_inner, outer
 from fusion.graph.reshaping import axis_of
-from fusion.match.facts import RopeTable
+from fusion.graph.shapes import pinned
+from fusion.match.facts import RopeTable, Size
 from fusion.match.trail import Trail, common, meet, same_index, trails
 from fusion.match.views import Frame
 
@@ -63,10 +64,10 @@ def read_table(
     for d, array in enumerate(index):
         axes = depends(array)
         if not axes:
-            if shape[d] != 1 or not isinstance(value.shape[d], int):
+            if shape[d] != 1 or pinned(value.shape[d]) is None:
                 return None
             roles.append(None)
-        elif axes == {frame.dim_axis} and columns is None and isinstance(value.shape[d], int):
+        elif axes == {frame.dim_axis} and columns is None:
             flat = array.reshape(-1)
             fits = [
                 wide
@@ -78,6 +79,8 @@ def read_table(
             full = fits[0]
             start = int(flat[0])
             columns = (start, start + (rotary if full else rotary // 2))
+            if not _can_cut(value.shape[d], columns):
+                return None
             roles.append("dim")
         elif len(axes) == 1 and (axis := next(iter(axes))) < frame.head_axis:
             whole = np.array_equal(array.reshape(-1), labels[axis]) and axis not in roles
@@ -94,6 +97,11 @@ def read_table(
     return RopeTable(node, tuple(roles), columns, full, part=part)
 
 
+def _can_cut(size: Size, columns: tuple[int, int]) -> bool:
+    """Whether columns of a dimension of this size can be cut out without a new guard."""
+    return isinstance(size, int) or (columns[0] == 0 and pinned(size) == columns[1])
+
+
 def halved(table: RopeTable, frame: Frame, style: str) -> RopeTable:
     """A full-width half-split table as its first half, where both halves are proved equal."""
     width = table.columns[1] - table.columns[0]
@@ -105,6 +113,8 @@ def halved(table: RopeTable, frame: Frame, style: str) -> RopeTable:
     if not same_elements(first, second):
         return table
     columns = (table.columns[0], table.columns[0] + width // 2)
+    if not _can_cut(value_of(table.node).shape[table.roles.index("dim")], columns):
+        return table
     return RopeTable(table.node, table.roles, columns, False, table.positions, table.part)
 
 
@@ -145,6 +155,8 @@ def gathered(table: RopeTable, frame: Frame) -> RopeTable:
     if positions is None or is_inner(source):
         return table
     start = int(flat[0])
+    if not _can_cut(value_of(source).shape[1], (start, start + width)):
+        return table
     return RopeTable(source, (None, "dim"), (start, start + width), table.full, positions)
 
 

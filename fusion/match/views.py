@@ -31,6 +31,7 @@ from fusion.graph.elements import (
     value_of,
     zero,
 )
+from fusion.graph.shapes import pinned
 from fusion.match.facts import Size, TokenView
 
 
@@ -99,7 +100,7 @@ def frame_of(view: TokenView) -> tuple[Frame, Ref]:
     if math.prod(shape) != math.prod(extents) * view.heads * view.dim:
         raise Unreadable(f"{view.node} is not [tokens, {view.heads}, {view.dim}]", view.node)
     fixed = [value_of(view.node).shape[d] for d in view.order[view.token_dims :]]
-    if not all(isinstance(size, int) for size in (view.heads, view.dim, *fixed)):
+    if any(pinned(size) is None for size in (view.heads, view.dim, *fixed)):
         raise Unreadable(f"{view.node} has a symbolic number of heads or dims", view.node)
     labels = frame.labels()
     head = along(labels[-2], frame.head_axis, frame.rank)
@@ -170,7 +171,7 @@ def view_at(
     if order is None:
         return None
     value = value_of(node)
-    if not all(isinstance(value.shape[d], int) for d in (*middle, *last)):
+    if any(pinned(value.shape[d]) is None for d in (*middle, *last)):
         return None  # a symbolic number of heads only happens to be this one
     sizes = tuple(value.shape[d] for d in order)
     want = frame.tokens * frame.heads if groups["th"] else frame.tokens

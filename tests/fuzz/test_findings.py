@@ -105,3 +105,11 @@ def test_a_cast_behind_a_cat_with_the_empty_rest(rope):
         table_dtype="f32",
     )
     fused(Program((layer,)))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_table_width_that_only_guards_make_a_number(batch):
+    """``dynamic=True``: half a table's width is ``(s + 1) // 2``, known to be 4 by broadcasting."""
+    order = "bhsd-late" if batch else "bshd"
+    layer = Layer(rotary=8, rope="rotate_half" if batch else "half")
+    fused(Program((layer,), batch=batch, order=order, dynamic="dynamic", again=9))
