@@ -71,11 +71,13 @@ def make_manager(
 ) -> PassManager:
     """A pipeline for one configuration. Managers of equal configurations share validations.
 
-    Raises :class:`FusionRequiredError` where a required pass could not be built, and
-    :class:`~fusion.config.ConfigError` for an environment switch that says neither yes nor no.
+    Raises :class:`FusionRequiredError` where a required pass could not be built,
+    :class:`~fusion.config.ConfigError` for an environment switch that says neither yes nor no, and
+    :class:`~fusion.selection.DuplicateBackendError` where two packages offer one kernel.
     """
     target = target or Target.current()
     config.check_switches()  # a misspelt switch is an error, now
+    selection.kernels()  # ... and so are two owners of one kernel
     passes, not_built, origins = build_passes(config, target)
     lost = [s for s in not_built if config.mode(s.name) == "required"]
     if lost:
