@@ -11,13 +11,17 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AttentionInterface
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
+import fusion
 from fusion.integrations.transformers import (
     PagedAttentionError,
     PagedKVCache,
     forward_arguments,
     generate,
+    kv_layers,
+    write_kv,
 )
 from fusion.integrations.transformers.attention import (
     WindowMask,
@@ -143,6 +147,112 @@ def test_a_window_counts_the_query_itself() -> None:
     _, _, v = (torch.randn(1, h, 3, 16, generator=generator) for h in (4, 2, 2))
     own_value = v.transpose(1, 2).repeat_interleave(2, 2)
     torch.testing.assert_close(call(sliding_window=1), own_value)
+
+
+def test_a_window_to_both_sides_reaches_so_many_keys_either_way() -> None:
+    """As transformers' bidirectional masks have it: `abs(query - key) <= sliding_window`."""
+    bidirectional = SimpleNamespace(layer_idx=0, is_causal=False)
+    full = call(module=bidirectional)
+    assert torch.equal(call(module=bidirectional, sliding_window=2), full)
+    # Of three tokens the outer ones lose each other, the middle one nobody.
+    near = call(module=bidirectional, sliding_window=1)
+    assert torch.equal(near[:, 1], full[:, 1])
+    assert not torch.allclose(near[:, 0], full[:, 0])
+    assert not torch.allclose(near[:, 2], full[:, 2])
+    # The last of two visible keys: the same as causal attention with a window of two.
+    torch.testing.assert_close(near[:, 2], call(sliding_window=2)[:, 2])
+
+
+REACH = 5
+KINDS = ((False, None), (False, REACH), (True, REACH), (True, None))
+"""Causality and window of the layers of `mixed`."""
+
+
+def mixed() -> Any:
+    """A Qwen3 whose layers differ in causality and in window."""
+    types = ["full_attention" if window is None else "sliding_attention" for _, window in KINDS]
+    model = models.build(
+        "qwen3", layers=4, layer_types=types, sliding_window=REACH, use_sliding_window=True
+    )
+    for layer, (causal, window) in zip(model.model.layers, KINDS, strict=True):
+        layer.self_attn.is_causal = causal
+        assert layer.self_attn.sliding_window == window
+    return model
+
+
+def by_layer(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """Dense attention with the mask that the layer asks for, by transformers' formulas."""
+    at = torch.arange(query.shape[2])
+    behind = at[:, None] - at
+    mask = torch.ones_like(behind, dtype=torch.bool)
+    window = kw["sliding_window"]
+    if module.is_causal:
+        mask = behind >= 0
+    if window is not None:
+        mask = mask & ((behind < window) if module.is_causal else (behind.abs() <= window))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=kw["scaling"], enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+@torch.no_grad()
+def test_causality_and_window_are_the_layers_own() -> None:
+    """One graph with every combination: numbers of all tokens, and what each call says."""
+    model = mixed()
+    prompts = models.prompts((13, 9))
+    AttentionInterface.register("by_layer", by_layer)
+    model.set_attn_implementation("by_layer")
+    want = [model(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
+
+    model.set_attn_implementation("fusion_paged")
+    cache = PagedKVCache.for_model(model, 8, 4)
+    inputs = cache.inputs([cache.allocate() for _ in prompts], [len(p) for p in prompts])
+    inputs.token_ids.copy_(torch.tensor([[t for p in prompts for t in p]]))
+    got = model(**forward_arguments(inputs)).logits[0]
+    torch.testing.assert_close(got, torch.cat(want), atol=2e-4, rtol=1e-4)
+
+    report = fusion.explain(model, **forward_arguments(inputs))
+    sites = [s for s in report.sites if s.pass_name == "non_causal_attention"]
+    calls = [s.facts["call"] for s in sites]
+    named = [(c["causal"], c["window_left"], c["window_right"]) for c in calls]
+    assert named == [
+        ("False", "-1", "-1"),
+        ("False", "5", "5"),
+        ("True", "4", "-1"),
+        ("True", "-1", "-1"),
+    ]
+    assert [(s.status, s.applicable) for s in sites] == [
+        ("fused", True),
+        ("fused", True),
+        ("missed", False),
+        ("missed", False),
+    ]
+
+
+def test_keys_without_queries_are_written_where_one_says() -> None:
+    model = models.build("qwen3", layers=2, num_key_value_heads=2, head_dim=16)
+    cache = PagedKVCache.for_model(model, 4, 4, layers=(kv_layers(model)[0], None))
+    sequence = cache.allocate()
+    slots = cache.append(sequence, 5)
+    inputs = cache.inputs([sequence], 2)
+    key, value = torch.randn(2, 1, 2, 4, 16)
+    where = torch.tensor([slots[3], -1, slots[0], -1])
+    module: Any = SimpleNamespace(layer_idx=0)
+    views = write_kv(module, key, value, inputs, where)
+    for view, rows in zip(views, (key, value), strict=True):
+        flat = view.reshape(-1, 2, 16)
+        expected = torch.zeros_like(flat)
+        expected[slots[3]], expected[slots[0]] = rows[0, :, 0], rows[0, :, 2]
+        assert torch.equal(flat, expected)
+    # By default to the newest slots of the sequence.
+    write_kv(module, key[:, :, :2], value[:, :, :2], inputs)
+    newest = cache.allocator.slots(sequence, 5)
+    assert torch.equal(views[0].reshape(-1, 2, 16)[list(newest)], key[0, :, :2].transpose(0, 1))
+    with pytest.raises(PagedAttentionError, match="layer 1 attends, but the cache was built"):
+        write_kv(SimpleNamespace(layer_idx=1), key, value, inputs, where)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
