@@ -2,17 +2,18 @@
 
     python benchmarks/qwen3_decode.py OUT [--models 0.6B 8B] [--batches 1 32] [--contexts 512 8192]
 
-Three ways to run one step, each captured into one CUDA graph:
+Ways to run one step, each captured into one CUDA graph:
 
 * `fusion`: `backend="fusion"` on a paged cache (attention implementation `fusion_paged`);
 * `plain`: `backend="inductor"`, the same paged cache and the same attention operation;
+* `packed`: as `fusion`, after `pack_qkv(model)` (one projection a layer in the place of three);
 * `static`: what transformers does by itself: `StaticCache`, SDPA, `backend="inductor"`.
 
 `fusion` and `plain` share a process and are timed in turns, since they differ by a few per cent;
-`static` runs in a process of its own. Processes compile at the same time, as many as the device's
-memory holds, and are timed one after another. Logits of `fusion` and `plain` are compared first.
-Each process writes one JSON file to the folder OUT: microseconds of a replay, and of its kernels
-by part (profiler). The exit status is 1 where a step with fusion is not the faster one.
+`packed` and `static` run in processes of their own. Processes compile at the same time, as many as
+the device's memory holds, and are timed one after another. Logits of `fusion` and `plain` are
+compared first. Each process writes one JSON file to the folder OUT: microseconds of a replay, and
+of its kernels by part (profiler). The exit status is 1 where a step with fusion is not the faster.
 
 `--tiny --device cpu` runs the same code on a small model without graphs or profiler, to see that
 it works.
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fusion
 from fusion.backend import fusion as fusion_backend  # by function: also in a bare checkout
-from fusion.integrations.transformers import PagedKVCache, forward_arguments
+from fusion.integrations.transformers import PagedKVCache, forward_arguments, pack_qkv
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -195,6 +196,10 @@ def interleaved(
     return times
 
 
+Spent = dict[str, tuple[float, float]]
+Timeline = list[tuple[float, float, str]]
+
+
 def category(kernel: str) -> str:
     """Which part of a step a kernel belongs to, by its name.
 
@@ -212,8 +217,12 @@ def category(kernel: str) -> str:
     return "matrix products and the rest"
 
 
-def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[float, float]]:
-    """Kernel name -> (launches, microseconds) of one replay, from the profiler."""
+def kernels(graph: torch.cuda.CUDAGraph, layers: int, replays: int = 3) -> tuple[Spent, Timeline]:
+    """What one replay runs, from the profiler.
+
+    Kernel name -> (launches, microseconds), and two layers' worth of kernels from the middle of the
+    last replay in order: (start, microseconds, name).
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -225,7 +234,16 @@ def kernels(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, tuple[fl
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found[event.name][0] += 1 / replays
             found[event.name][1] += event.device_time / replays
-    return {name: (n, us) for name, (n, us) in found.items()}
+    events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    last = events[-(len(events) // replays) :]
+    middle, width = len(last) // 2, 2 * len(last) // layers
+    part = last[middle : middle + width]
+    timeline = [
+        (round(e.time_range.start - part[0].time_range.start, 2), e.device_time, e.name[:60])
+        for e in part
+    ]
+    return {name: (n, us) for name, (n, us) in found.items()}, timeline
 
 
 def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -236,12 +254,15 @@ def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     result["layers"] = model.config.num_hidden_layers
     logits: dict[str, torch.Tensor] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    if "packed" in case.variants:
+        pack_qkv(model)
     make = static_step if "static" in case.variants else paged_step
     step, inputs, reset = make(model, case.batch, case.context)
     hold: list[Any] = []  # compiled code and outputs that the graphs use
     for variant in case.variants:
         torch._dynamo.reset()
-        backend: Any = fusion_backend if variant == "fusion" else "inductor"
+        with_fusion = variant in ("fusion", "packed")
+        backend: Any = fusion_backend if with_fusion else "inductor"
         compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
         begun = time.perf_counter()
         compiled(model, inputs)
@@ -260,7 +281,7 @@ def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         else:
             out = run()
         logits[variant] = out.float().clone()
-        if variant == "fusion":
+        if with_fusion:
             sites = [s for g in fusion.reports()[-1].graphs for s in g.sites]
             found = collections.Counter(f"{s.pass_name}:{s.status}:{s.kernel}" for s in sites)
             figures["sites"] = dict(found)
@@ -284,7 +305,7 @@ def add_times(
         figures["step_us"] = statistics.median(times[variant])
         figures["rounds_us"] = [round(t, 1) for t in times[variant]]
         reset()
-        spent = kernels(graph)
+        spent, figures["timeline"] = kernels(graph, result["layers"])
         parts: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         for kernel, (count, us) in spent.items():
             parts[category(kernel)][0] += count
@@ -355,16 +376,20 @@ def summary(results: list[dict[str, Any]]) -> tuple[str, bool]:
     by_key: dict[tuple[str, int, int], dict[str, Any]] = collections.defaultdict(dict)
     for result in results:
         by_key[result["model"], result["batch"], result["context"]].update(result)
-    lines = ["model batch context | fusion us | plain us (ratio) | static us (ratio) | prologue us"]
+    lines = [
+        "model batch context | fusion us | plain us (ratio) | packed us (ratio) "
+        "| static us (ratio) | prologue us"
+    ]
     good = bool(by_key)
     for (model, batch, context), r in sorted(by_key.items()):
         cells = [f"{model} {batch} {context}"]
         fused = r.get("fusion", {}).get("step_us")
         cells.append(f"{fused:.0f}" if fused else "-")
-        for other in ("plain", "static"):
+        for other in ("plain", "packed", "static"):
             us = r.get(other, {}).get("step_us")
             cells.append(f"{us:.0f} ({us / fused:.3f})" if us and fused else "-")
-            good &= not (us and fused) or us > fused
+            if other != "packed":
+                good &= not (us and fused) or us > fused
         parts = [
             r.get(v, {}).get("parts", {}).get("prologue", (0, 0))[1] for v in ("fusion", "plain")
         ]
@@ -391,7 +416,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--no-static", action="store_true")
+    parser.add_argument("--variants", nargs="*", default=["plain", "fusion", "packed", "static"])
     parser.add_argument("--case", type=json.loads, help="(used by the parent process)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -400,9 +425,8 @@ def main() -> int:
         result = run_case(case, options)
         (options.out / f"{case.name}.json").write_text(json.dumps(result, indent=1))
         return 0
-    ways: list[tuple[str, ...]] = [("plain", "fusion")]
-    if not options.no_static:
-        ways.append(("static",))
+    pair = tuple(v for v in ("plain", "fusion") if v in options.variants)
+    ways = [w for w in (pair, *((v,) for v in options.variants if v not in pair)) if w]
     cases = [
         Case(model, batch, context, way)
         for model in (["tiny"] if options.tiny else options.models)

@@ -59,7 +59,7 @@ def explain(
     started = time.perf_counter()
     config = make_config(options)
     machine = resolve_target(target)
-    device = machine.device_type if machine != Target.current() else None
+    device = None if target is None else machine.device_type
     manager = make_manager(config, machine, phase="explain", observer=observer)
     graphs = capture(model, *args, dynamic=dynamic, device=device, **kwargs)
     traced = time.perf_counter() - started

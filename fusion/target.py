@@ -76,6 +76,17 @@ class Target:
         """The torch device type (``cpu`` or ``cuda``; ROCm builds call themselves cuda)."""
         return "cuda" if self.vendor in ("nvidia", "amd") else "cpu"
 
+    def for_device(self, device_type: str) -> Target:
+        """This machine as tensors on a torch device see it: a GPU's CPU is a CPU.
+
+        A machine that was only described (origin "parsed") is what somebody wants to know about,
+        wherever the tensors of the question are, and stays itself.
+        """
+        if self.origin != "probed" or device_type in (self.device_type, "meta"):
+            return self
+        vendor = "cpu" if device_type == "cpu" else "other"
+        return Target(vendor, device_type, self.origin, self.versions)
+
     @property
     def fp8_dtype(self) -> torch.dtype:
         """The chip's own 8-bit float: e4m3fnuz on gfx940 to gfx942, e4m3fn everywhere else."""

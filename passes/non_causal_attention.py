@@ -67,12 +67,13 @@ class NonCausalAttention:
         homeless = _homeless(found)
         if homeless:
             return self._refused(found, context, homeless)
-        selection = select(kernel_call(found, context))
+        call = kernel_call(found, context)
+        selection = select(call)
         if selection.kernel is None:
             reasons = tuple(r for c in selection.candidates for r in c.reasons)
             return self._refused(found, context, reasons, selection)
         reference_only = selection.kernel.name == "reference"
-        if found.spelling != "paged" and reference_only and context.target.device_type != "cpu":
+        if found.spelling != "paged" and reference_only and call.target.device_type != "cpu":
             reasons = tuple(r for c in selection.candidates for r in c.reasons)
             return self._refused(found, context, reasons, selection)
         value = _result_value(found, context)

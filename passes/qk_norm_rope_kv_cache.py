@@ -85,9 +85,10 @@ class QKNormRopeKVCache:
         operation = operation_of(chain, return_key=describe.key_is_read(chain))
         if (reason := self._too_many_tokens(chain)) is not None:
             return describe.refused(context, chain, operation, (reason,))
-        selection = select(kernel_call(operation, context.target, context.config))
+        call = kernel_call(operation, context.target, context.config)
+        selection = select(call)
         kernel = selection.kernel
-        if kernel is None or (kernel.name == "reference" and context.target.device_type != "cpu"):
+        if kernel is None or (kernel.name == "reference" and call.target.device_type != "cpu"):
             return describe.refused(
                 context, chain, operation, _why_no_kernel(selection), selection=selection
             )

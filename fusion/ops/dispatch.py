@@ -32,8 +32,8 @@ def describe_call(
     Args:
         op: name of the canonical operation.
         arguments: its arguments by name; tensors may be fake. Symbolic numbers become None.
-        target: the machine; None = that of the call's tensors: the CPU for CPU tensors, else
-            what this process runs on.
+        target: the machine; None = what this process runs on. For CPU tensors on a probed
+            machine that is its CPU (:meth:`~fusion.target.Target.for_device`).
         config: None = the defaults.
     """
     tensors: dict[str, TensorSpec | None] = {}
@@ -46,9 +46,7 @@ def describe_call(
                 device = value.device.type
         elif name != "kernel":
             attributes[name] = None if isinstance(value, torch.SymInt) else value
-    if target is None:
-        current = Target.current()
-        target = current if current.device_type == device else Target.parse(device)
+    target = (target or Target.current()).for_device(device)
     layout = attributes.get("kv_layout", "NHD")
     return KernelCall(op, tensors, attributes, target, config or Config(), layout)
 

@@ -85,6 +85,9 @@ def kernel_call(operation: Operation, target: Target, config: Config) -> KernelC
     ):
         # A kernel that wants host copies of the scales cannot keep one of a computed scale.
         attributes["scales_static"] = False
+    key = specs["key"]
+    assert key is not None
+    target = target.for_device(key.device)
     return KernelCall(operation.name, specs, attributes, target, config, layout)
 
 
