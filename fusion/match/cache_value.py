@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion.graph.elements import Unreadable, cast_source
+from fusion.graph.foreign import is_inner
 from fusion.match import cache_view as cv
+from fusion.match.facts import TokenView
+from fusion.match.trail import trails
+from fusion.match.views import frame_of, view_at
 from fusion.reason import Reason
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -54,12 +59,22 @@ def source_of(values: Node, dtype: torch.dtype) -> Source | Reason:
     return Source(plain, None, (*inner, *passed))
 
 
-def before_cast(node: Node) -> Node | None:
-    """The wider value that a cast rounds, or None where the node is no cast to fewer bits."""
-    source = _converted(node)
-    if source is None or source.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize:
+def before_cast(view: TokenView) -> TokenView | None:
+    """The rows before the cast that made them, or None where no cast made all of them.
+
+    The canonical write converts to the cache's dtype itself, so rows ``[T, H, D]`` of another
+    dtype are as good as their conversion. Raises nothing: what cannot be followed is None.
+    """
+    try:
+        frame, ref = frame_of(view)
+        found = trails(ref, set(), negate=False, exact=False)
+        end = found[0].end.ref
+        source = cast_source(end.node)
+        if len(found) != 1 or source is None or is_inner(source):
+            return None
+        return view_at(frame, source, end.index, end.labels)
+    except Unreadable:
         return None
-    return source
 
 
 def _converted(node: Node) -> Node | None:

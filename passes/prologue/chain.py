@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from fusion.graph.storage import root_of
+from fusion.match.cache_value import before_cast
 from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
 from fusion.match.norm import read_norm
 from fusion.match.rope import RopeFinder, read_rope
@@ -76,6 +77,17 @@ def read_chain(
     ``finder`` searches the write's graph for ropes; ``taken`` holds rope outputs that belong to
     other layers already.
     """
+    found = _read(write, finder, taken)
+    key = before_cast(write.key) if isinstance(found, Miss) else None
+    if isinstance(found, Chain) or key is None:
+        return found
+    # The cast to the cache's dtype is the write's own: q has no such cast.
+    value = before_cast(write.value) or write.value
+    wider = _read(replace(write, key=key, value=value), finder, taken)
+    return wider if isinstance(wider, Chain) or wider.depth > found.depth else found
+
+
+def _read(write: CacheWrite, finder: RopeFinder, taken: frozenset[Node]) -> Chain | Miss:
     k_rope = read_rope(write.key, complex_tables=True)
     if isinstance(k_rope, Miss):
         return replace(_broken(k_rope, write.key), facts=(*k_rope.facts, write))

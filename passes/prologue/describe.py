@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.elements import cast_source
 from fusion.graph.moves import is_move
 from fusion.graph.provenance import source_of
 from fusion.graph.storage import root_of
@@ -159,9 +160,9 @@ def key_is_read(chain: Chain) -> bool:
 
 
 def _only_moves_inside(node: Node, inside: frozenset[Node]) -> bool:
-    """A view between the rope and the write, which belongs to neither fact."""
+    """A view or a cast between the rope and the write, which belongs to neither fact."""
     return (
-        is_move(node)
+        (is_move(node) or cast_source(node) is not None)
         and bool(node.users)
         and all(u in inside or _only_moves_inside(u, inside) for u in node.users)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,3 +115,23 @@ def test_a_table_width_that_only_guards_make_a_number(batch):
     order = "bhsd-late" if batch else "bshd"
     layer = Layer(rotary=8, rope="rotate_half" if batch else "half")
     fused(Program((layer,), batch=batch, order=order, dynamic="dynamic", again=9))
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype", "cache_dtype", "extra"),
+    [
+        ("index", "bf16", "f32", ""),
+        ("scatter", "f32", "bf16", ""),
+        ("index_copy", "f16", "bf16", "return k"),
+        ("block_offset", "bf16", "f16", "k read"),
+        ("hf", "f32", "f16", ""),
+    ],
+)
+def test_rows_cast_to_another_cache_dtype(write, dtype, cache_dtype, extra):
+    """The cast before the write is the write's own; q has none, and need not."""
+    layer = Layer(write=write, cache_dtype=cache_dtype, weight_dtype=dtype, table_dtype=dtype)
+    if write == "hf":
+        layer = replace(layer, cache="hnd", blocks=2, block_size=16)
+    layer = replace(layer, extras=(extra,) if extra else ())
+    batch, order = (2, "bhsd-late") if write == "hf" else (0, "bshd")
+    fused(Program((layer,), dtype=dtype, batch=batch, order=order))
