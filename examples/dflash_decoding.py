@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from dflash_drafter import DFlashDrafter, PagedAttend, features_of
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusion
 from fusion.integrations.transformers import PagedInputs, PagedKVCache, forward_arguments
@@ -34,8 +35,8 @@ def prefill(target: Any, layers: Sequence[int], inputs: PagedInputs) -> tuple[Te
 
 def draft(
     drafter: DFlashDrafter,
-    embed: torch.nn.Module,
-    head: torch.nn.Module,
+    embed: nn.Module,
+    head: nn.Module,
     features: Tensor,
     feature_positions: Tensor,
     feature_slots: Tensor,
@@ -43,7 +44,8 @@ def draft(
 ) -> Tensor:
     """Add features to the drafter's context and draft one block: `[B, block - 1]` tokens."""
     attend = PagedAttend(inputs, feature_slots)
-    block = embed(inputs.token_ids)
+    # The bare weight: some targets' embedding modules also scale, which the drafter does itself.
+    block = F.embedding(inputs.token_ids, embed.weight)
     out = drafter(block, inputs.positions, features, feature_positions, attend)
     # The first token of each block is known.
     return head(out.view(-1, drafter.block_size, out.shape[-1])[:, 1:]).argmax(-1)

@@ -323,7 +323,7 @@ def _lesson(
     block = torch.full_like(labels, drafter.mask_token_id)
     block[:, 0] = labels[:, 0]
     # Trained in f32, whatever the target's dtype.
-    block_in = embed(block.flatten()[None]).float()
+    block_in = F.embedding(block.flatten()[None], embed.weight).float()
     return block_in, features.float(), attend, labels[:, 1:].flatten()
 
 
