@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3Config
+from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3PreTrainedModel,
@@ -254,13 +254,15 @@ def load_drafter(folder: Path, dtype: torch.dtype, device: str) -> DFlashDrafter
     `mask_token_id`, or weights that are missing, of another shape or too many (DFlash 2's
     convolutions, say).
     """
-    config = AutoConfig.from_pretrained(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no folder of a model: it has no config.json")
+    config = Qwen3Config.from_pretrained(folder)
     absent = [n for n in ("target_layer_ids", "mask_token_id") if setting(config, n) is None]
-    if config.model_type != "qwen3" or absent:
-        raise ValueError(
-            f"{folder} is no DFlash drafter: it needs model_type qwen3 (has {config.model_type}) "
-            f"and, in dflash_config, target_layer_ids and mask_token_id (lacks {absent or 'none'})"
-        )
+    kind = Qwen3Config.get_config_dict(folder)[0].get("model_type")
+    if kind != "qwen3":
+        absent.insert(0, f"model_type qwen3 (it is {kind})")
+    if absent:
+        raise ValueError(f"the config in {folder} is no DFlash drafter's: no {', '.join(absent)}")
     model, info = DFlashDrafter.from_pretrained(
         folder, config=config, dtype=dtype, output_loading_info=True
     )

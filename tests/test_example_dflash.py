@@ -283,8 +283,13 @@ def test_models_from_folders(
 def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     library = load("dflash_drafter")
     target, folder = save(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks \['target_layer_ids', 'mask_token_id'\]"):
+    with pytest.raises(ValueError, match="no target_layer_ids, mask_token_id"):
         library.load_drafter(target, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        library.load_drafter(tmp_path, torch.float32, "cpu")
+    models.config("llama", 1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no model_type qwen3 \(it is llama\), target_layer_ids"):
+        library.load_drafter(tmp_path, torch.float32, "cpu")
     config = json.loads((folder / "config.json").read_text())
     for layers, message in ((2, r"unexpected_keys.*layers\.2"), (4, r"missing_keys.*layers\.3")):
         kinds = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
