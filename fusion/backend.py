@@ -26,6 +26,7 @@ from fusion.config import Config, ConfigError
 from fusion.graph import compat
 from fusion.graph.capture import nested_graphs
 from fusion.graph.provenance import frames_of
+from fusion.graph.snapshot import Snapshot
 from fusion.pipeline import FusionRequiredError, PassManager
 from fusion.reason import Reason
 from fusion.registry import REGISTRY, Entry
@@ -257,10 +258,19 @@ def _eager(
 
 
 def in_place(graph: Graph) -> None:
-    """Undo functionalisation where it is safe, so that the eager graph clones no cache."""
+    """Undo functionalisation where it is safe, so that the eager graph clones no cache.
+
+    Where torch cannot (its decomposition knows no tensors on the meta device) the graph stays
+    functional, which is slower and as right.
+    """
     from fusion.graph.surgery import decompose_mutations
 
-    decompose_mutations(graph)
+    before = Snapshot(graph)
+    try:
+        decompose_mutations(graph)
+    except Exception:
+        log.debug("the graph stays functional", exc_info=True)
+        before.restore()
 
 
 def _own_error(error: BaseException) -> BaseException | None:

@@ -313,6 +313,10 @@ _BUILTIN |= {
         "the call is causal, which any paged kernel serves",
         "nothing to do",
     ),
+    "scope.no-tokens": (
+        "the graph computes no token, so there is nothing to fuse",
+        "nothing to do",
+    ),
     "scope.not-paged": (
         "the attention does not read a paged cache",
         "nothing to do, or read the cache with fusion.ops.paged_attention",

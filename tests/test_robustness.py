@@ -8,7 +8,7 @@ passes raising on purpose                       here, ``test_an_error_at_any_ste
 broken plug-ins                                 here, ``test_broken_plug_ins...`` (installed, in
                                                 a process of its own), ``test_a_backend_that_...``
 duplicate names                                 here, ``test_two_owners...``
-wrong options                                   here, ``test_wrong_options...``
+wrong options                                   ``test_robustness_options.py``
 training graphs                                 ``test_robustness_compile.py``, ``test_backend.py``
 graph breaks between rope and write             ``test_robustness_compile.py``, and for the write as
                                                 an op ``test_pass_qk_norm_rope_kv_cache.py``
@@ -16,13 +16,13 @@ unsupported devices                             ``test_robustness_compile.py``
 zero tokens                                     ``test_robustness_compile.py`` (Inductor), per op
                                                 ``test_ops_compile.py``, per pass
                                                 ``test_pass_qk_norm_rope_kv_cache.py``
-concurrent compiles in threads                  ``test_robustness_compile.py`` (models),
+concurrent compiles in threads                  ``test_robustness_process.py`` (models),
                                                 ``test_backend.py`` (configurations)
 recompiles                                      ``test_robustness_compile.py``
-two configurations in one process               ``test_robustness_compile.py``
-existing custom passes                          ``test_robustness_compile.py``, ``test_backend.py``
+two configurations in one process               ``test_robustness_process.py``
+existing custom passes                          ``test_robustness_process.py``, ``test_backend.py``
 inference_mode, no_grad, enabled grad           ``test_robustness_compile.py``
-CUDA-graph trees                                ``test_robustness_compile.py`` (marker gpu), on the
+CUDA-graph trees                                ``test_robustness_process.py`` (marker gpu), on the
                                                 CPU a no-op
 fullgraph=True                                  ``test_robustness_compile.py``
 torch.export, AOTInductor                       ``test_robustness_export.py``
@@ -46,8 +46,7 @@ import torch
 
 import fusion
 from fusion import discovery, selection
-from fusion.build import make_config, make_manager
-from fusion.config import Config, ConfigError
+from fusion.config import Config
 from fusion.kernel import Kernel
 from fusion.passes import qk_norm_rope_kv_cache as the_pass
 from fusion.pipeline import FusionRequiredError
@@ -73,11 +72,20 @@ STEPS = (
     "check",
     "emit",
 )
-ERRORS = (RuntimeError("on purpose"), AssertionError(), KeyError("x"), RecursionError("too deep"))
+ERRORS = (
+    RuntimeError("on purpose"),
+    AssertionError(),
+    KeyError("x"),
+    RecursionError("too deep"),
+    SystemExit(3),
+)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("error", [*ERRORS, SystemExit(3)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [*((s, ERRORS[0]) for s in STEPS), *(("check", e) for e in ERRORS[1:]), ("emit", ERRORS[-1])],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 def test_an_error_at_any_step_leaves_the_site_and_says_so(
     step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,83 +368,3 @@ def test_two_owners_of_a_pass_are_an_error_at_every_door(monkeypatch: pytest.Mon
     finally:
         monkeypatch.undo()
         discovery.discover.cache_clear()
-
-
-# --- wrong options ---------------------------------------------------------------------------
-
-WRONG: list[tuple[Any, str]] = [
-    ({FUSED: {"max_tokens": 0}}, "max_tokens is 0, it must be at least 1, or None"),
-    ({FUSED: {"max_tokens": -3}}, "max_tokens is -3"),
-    ({FUSED: {"max_tokens": "8"}}, r"max_tokens is '8', not int \| None"),
-    ({FUSED: {"max_tokens": True}}, "max_tokens is True"),
-    ({FUSED: {"max_tokens": 8.0}}, "max_tokens is 8.0"),
-    ({FUSED: {"max_tokens": [8]}}, r"max_tokens is \[8\]"),
-    ({FUSED: {"mode": ["auto"]}}, "Valid: off, auto, required"),
-    ({FUSED: {3: 4}}, f"option of {FUSED} '3'"),
-    ({FUSED: None}, "Valid: off, auto, required"),
-    ({"kernels": ["tritn"]}, "unknown kernel 'tritn'; did you mean 'triton'.*Valid: aiter"),
-    ({"kernels": ["reference", ""]}, "unknown kernel ''"),
-    ({"kernels": "auto"}, "unknown kernel 'auto'"),
-    ({"kernels": {"triton": 1}}, "kernels is a kernel's name or a list"),
-    ({"inductor": {"max_autotuned": True}}, "unknown option of inductor.*did you mean 'max_auto"),
-    ({"inductor": {"max_autotune": "yes"}}, "max_autotune"),
-    ({"inductor": {3: True}}, "inductor maps names of options to values, not 3"),
-    ({"numerics": None}, "unknown numerics 'None'"),
-    ({"inner": ["inductor"]}, "unknown inner"),
-    ({"aiter": "yes"}, "aiter is True, False or None"),
-    ({"validation_mb": True}, "validation_mb is a number"),
-    ([("inner", "aot_eager")], "options is a mapping"),
-    (Config(passes=((FUSED, "always"),)), "Valid: off, auto, required"),
-    (Config(passes=(("no_such_pass", "auto"),)), "unknown pass 'no_such_pass'"),
-    (Config(pass_options=((FUSED, (("max_token", 3),)),)), "did you mean 'max_tokens'"),
-    (Config(kernels=("tritn",)), "unknown kernel 'tritn'"),
-    (Config(inner="outer"), "unknown inner 'outer'"),
-    (Config(validate=1), "validate is True or False"),  # type: ignore[arg-type]
-]
-
-
-@pytest.mark.parametrize(("options", "text"), WRONG, ids=lambda v: repr(v)[:40])
-def test_wrong_options_are_refused_by_name(options: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){text}"):
-        make_manager(make_config(options), CPU)
-
-
-def test_wrong_options_are_refused_at_every_door() -> None:
-    wrong, right = {"kernels": ["tritn"]}, "unknown kernel 'tritn'"
-    with pytest.raises(ConfigError, match=right):
-        fusion.explain(lambda x: x, torch.ones(2), options=wrong)
-    with pytest.raises(ConfigError, match=right):
-        fusion.inductor_passes(wrong)
-    with pytest.raises(ConfigError, match=right):
-        fusion.verify(lambda x: x, torch.ones(2), options=wrong)
-    with pytest.raises(Exception, match=right):
-        torch.compile(lambda x: x + 1, backend="fusion", options=wrong)(torch.ones(2))
-
-
-@pytest.mark.parametrize("name", ["FUSION_AITER", "FUSION_KV_LAYOUT"])
-def test_a_switch_that_nobody_can_read_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "shufle")
-    with pytest.raises(ConfigError, match=rf"{name}=.?shufle"):
-        make_manager(Config(), CPU)
-
-
-def test_options_that_cannot_be_hashed_are_fine() -> None:
-    """Inductor has options that are lists and mappings."""
-    options = {"inductor": {"post_grad_fusion_options": {}}, "inner": "aot_eager"}
-    outcome = run(variant(), options=options)
-    outcome.assert_equal()
-    assert outcome.site.status == "fused"
-
-
-def test_a_kernel_of_another_operation_is_no_error() -> None:
-    """One list serves all operations: a kernel that offers only some of them is reported."""
-    known = {op: {k.name for k in selection.kernels(op)} for op in fusion.ops.OPERATIONS}
-    partly = set.union(*known.values()) - set.intersection(*known.values())
-    for name in partly:
-        make_config({"kernels": [name]})
-    assert make_config({"kernels": ["reference", "triton", "reference"]}).kernels == (
-        "reference",
-        "triton",
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fusion.graph.elements import cast_source
@@ -42,6 +43,15 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
             facts.setdefault("norm", _norm(fact))
             nodes += _nodes(fact.nodes, "norm")
     anchor = write.anchor or write.key.node if write is not None else miss.node
+    if _no_tokens(write, miss):
+        return context.site(
+            "missed",
+            anchor,
+            reasons=(Reason("scope.no-tokens", "the graph computes no token"),),
+            facts=facts,
+            nodes=_unique(nodes),
+            applicable=False,
+        )
     status = _STATUS.get(miss.reason.code.split(".")[0], "missed")
     reason = miss.reason
     if miss.node is not None:
@@ -56,6 +66,16 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
         # A mutated buffer that gets no slots (a convolution's state, say) is listed, but nothing
         # was to be fused there; a rotated key that ends in no slot write has its own site.
         applicable=reason.code != "match.cache-write",
+    )
+
+
+def _no_tokens(write: CacheWrite | None, miss: Miss) -> bool:
+    """Whether the rows that were to be written are none (a graph made for zero tokens)."""
+    if write is not None:
+        return isinstance(write.key.tokens, int) and write.key.tokens == 0
+    value = miss.node.meta.get("val") if miss.node is not None else None
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(s, int) and s == 0 for s in value.shape
     )
 
 
