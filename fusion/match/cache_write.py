@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -80,6 +81,11 @@ def register_cache_write(name: str, roles: OpRoles) -> None:
     """
     if _OPS.setdefault(name, roles) != roles:
         raise ValueError(f"{name} is already registered with {_OPS[name]}")
+
+
+def roles_of(op: Any) -> OpRoles | None:
+    """Which argument of a registered op is which; None for an op that nobody registered."""
+    return _OPS.get(op._schema.name if hasattr(op, "_schema") else str(op))
 
 
 def find_cache_writes(graph: Graph) -> list[CacheWrite | Miss]:
@@ -157,7 +163,7 @@ def swapped(write: CacheWrite) -> CacheWrite:
 def _read_op(trace: Trace, node: Node, writes: dict[str, RawWrite]) -> CacheWrite | Miss | None:
     op = functional.mutable_op(node)
     name = op._schema.name if hasattr(op, "_schema") else str(op)
-    roles = _OPS.get(name)
+    roles = roles_of(op)
     if roles is None:
         # A fused operation of ours is no site any more: the pass may run twice.
         if name.startswith("fusion::") or not any(_like_cache(w) for w in writes.values()):

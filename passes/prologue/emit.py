@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion import ops
+from fusion.config import Config
 from fusion.graph import functional
 from fusion.graph.surgery import SurgeryError, rewrite
 from fusion.match.facts import TokenView
@@ -17,12 +18,12 @@ from fusion.passes.prologue.operation import Operation
 
 
 def emit(
-    graph: Graph, chain: Chain, operation: Operation, kernel: str, *, validate: bool = True
+    graph: Graph, chain: Chain, operation: Operation, kernel: str, config: Config
 ) -> list[str]:
     """Rewrite the graph; returns the new nodes as text.
 
-    With ``validate`` the operands of the new call are computed small by the emitted nodes and
-    compared with what the operation was checked with, before the rewrite is final.
+    With ``config.validate`` the operands of the new call are computed small by the emitted
+    nodes and compared with what the operation was checked with, before the rewrite is final.
 
     Raises :class:`~fusion.graph.surgery.SurgeryError`; then the graph is as it was.
     """
@@ -34,7 +35,7 @@ def emit(
     op = getattr(torch.ops.fusion, operation.name).default
 
     def verify(call: Node) -> None:
-        reason = check_operands(chain, operation, call_arguments(call))
+        reason = check_operands(chain, operation, call_arguments(call), config)
         if reason is not None:
             raise SurgeryError(reason)
 
@@ -44,9 +45,9 @@ def emit(
         operands,
         write=chain.write,
         outputs=outputs,
-        tokens=chain.key,
+        tokens=chain.k_rope.x,  # roles of the tables are its dimensions; the norm may have others
         anchor=chain.k_rope.out.node,
-        verify=verify if validate else None,
+        verify=verify if config.validate else None,
     )
     return [n.format_node() or n.name for n in done.nodes if not n._erased]
 

@@ -15,6 +15,7 @@ from fusion.backends import reference
 from fusion.graph import functional
 from fusion.graph.shapes import hint, hints
 from fusion.match.cache_rows import RangeSlots
+from fusion.match.cache_write import OpRoles, roles_of
 from fusion.match.facts import CachePlane, CacheWrite, Slots
 from fusion.match.region import Dims, Factor, Input, RegionError, small_shape
 
@@ -142,12 +143,20 @@ class SmallCache:
         write = self.write
         copies = {b: _clone(values[b]) for b in write.bases}
         given = functional.plain_kwargs(node)
+        roles = roles_of(functional.mutable_op(node)) or OpRoles()
+        names = {
+            "key": roles.key, "value": roles.value, "slot_mapping": roles.slots,
+            "k_scale": roles.k_scale, "v_scale": roles.v_scale,
+        }  # fmt: skip
         arguments: dict[str, Any] = {
-            name: values[given[name]] if isinstance(given.get(name), Node) else None
-            for name in ("key", "value", "slot_mapping", "k_scale", "v_scale")
+            name: values[given[own]] if own and isinstance(given.get(own), Node) else None
+            for name, own in names.items()
         }
-        for name, fact in (("key_cache", write.key_plane), ("value_cache", write.value_plane)):
-            plane = _plane_of(node, name, fact)
+        for name, own, fact in (
+            ("key_cache", roles.key_cache, write.key_plane),
+            ("value_cache", roles.value_cache, write.value_plane),
+        ):
+            plane = _plane_of(node, own, fact)
             arguments[name] = self.view(plane, copies[plane.base])
         reference.kv_cache_write(**arguments, kv_layout=write.kv_layout)
         return (None, *(copies[b] for b in _written(node)))

@@ -1,0 +1,1 @@
+"""Planted faults: does the suite find what it is there for?"""
