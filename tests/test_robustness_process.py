@@ -257,49 +257,74 @@ def test_cuda_graphs_mean_nothing_on_a_cpu(
     torch.compiler.reset()  # asks the backend to drop its CUDA-graph trees
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("layout", [KVCacheLayout.PACKED, KVCacheLayout.NHD])
-def test_cuda_graph_trees_replay_with_new_slots(layout: KVCacheLayout) -> None:
-    """``mode="reduce-overhead"``: recorded once, then replayed; the cache is written where the
-    slots of *this* step say, also by two graphs that share a pool, and after a reset."""
-    block = variant(layout=layout, dtype=torch.bfloat16, dim=64, tokens=4)
+def decode_steps(block: Any, device: str, more: dict[str, Any], tolerance: float) -> None:
+    """Decoding with slots, positions and token counts that change at every step, against eager.
 
-    def to_gpu(x: Inputs) -> Inputs:
+    Two graphs take turns, and in the end everything is reset and compiled anew.
+    """
+
+    def placed(x: Inputs) -> Inputs:
         for name, value in vars(x).items():
             if isinstance(value, Tensor):
-                setattr(x, name, value.cuda())
+                setattr(x, name, value.to(device))
             elif isinstance(value, tuple):
-                setattr(x, name, tuple(v.cuda() for v in value))
+                setattr(x, name, tuple(v.to(device) for v in value))
         return x
 
-    state, mirror = to_gpu(inputs(block)), to_gpu(inputs(block))
+    def model(state: Inputs) -> Any:
+        def step(qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+            x = Inputs(
+                qkv, state.q_weight, state.k_weight, state.cos_sin, positions, slots,
+                state.cache, None, None, state.readable,
+            )  # fmt: skip
+            return block(x)[0] * 2
 
-    def step(qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        x = Inputs(**{**vars(state), "qkv": qkv, "slots": slots, "positions": positions})
-        return block(x)[0] * 2
+        return step
 
-    def eager(qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        x = Inputs(**{**vars(mirror), "qkv": qkv, "slots": slots, "positions": positions})
-        return block(x)[0] * 2
-
-    run = torch.compile(step, backend="fusion", mode="reduce-overhead", options={FUSED: "required"})
+    mine, theirs = placed(inputs(block)), placed(inputs(block))
+    step = torch.compile(own_code(model(mine)), backend="fusion", fullgraph=True, **more)
+    eager = model(theirs)
     generator = torch.Generator().manual_seed(1)
     for number in range(8):
         if number == 6:
             torch.compiler.reset()
         torch.compiler.cudagraph_mark_step_begin()
-        tokens = (4, 7)[number % 2]  # two graphs that take turns
-        qkv = torch.randn(tokens, state.qkv.shape[1], generator=generator).bfloat16().cuda()
-        slots = torch.randperm(128, generator=generator)[:tokens].cuda()
+        tokens = (4, 7)[number % 2]
+        qkv = torch.randn(tokens, mine.qkv.shape[1], generator=generator)
+        slots = torch.randperm(128, generator=generator)[:tokens]
         slots[number % tokens] = -1
-        positions = torch.randint(0, 64, (tokens,), generator=generator).cuda()
-        got = run(qkv, slots, positions).clone()
-        torch.testing.assert_close(got, eager(qkv, slots, positions), rtol=2e-2, atol=2e-2)
-        for a, b in zip(caches(state), caches(mirror), strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert statuses()
+        positions = torch.randint(0, 64, (tokens,), generator=generator)
+        given = (qkv.to(device, block.dtype), slots.to(device), positions.to(device))
+        got, want = step(*given).clone(), eager(*given)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        for a, b in zip(caches(mine), caches(theirs), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert len(statuses()) >= 2
     assert all(s == ["fused"] for s in statuses())
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.PACKED, KVCacheLayout.NHD])
+def test_decoding_with_new_slots_at_every_step(layout: KVCacheLayout) -> None:
+    more = {"options": {"inner": "aot_eager", FUSED: "required"}}
+    decode_steps(variant(layout=layout, dim=64, tokens=4), "cpu", more, 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layout", [KVCacheLayout.PACKED, KVCacheLayout.NHD])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mode": "reduce-overhead"},
+        {"options": {FUSED: "required", "inductor": {"triton.cudagraphs": True}}},
+    ],
+    ids=["mode", "option"],
+)
+def test_cuda_graph_trees_replay_with_new_slots(
+    more: dict[str, Any], layout: KVCacheLayout
+) -> None:
+    """Recorded once, then replayed: the cache is written where the slots of *this* step say."""
+    decode_steps(variant(layout=layout, dim=64, tokens=4), "cuda", more, 2e-2)
     kernels = {s.kernel for r in fusion.reports() for s in r.sites if s.pass_name == FUSED}
     assert kernels <= {"triton", "aiter"}
 
