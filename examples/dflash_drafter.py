@@ -264,7 +264,11 @@ def load_drafter(folder: Path, dtype: torch.dtype, device: str) -> DFlashDrafter
     if absent:
         raise ValueError(f"the config in {folder} is no DFlash drafter's: no {', '.join(absent)}")
     model, info = DFlashDrafter.from_pretrained(
-        folder, config=config, dtype=dtype, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in `info`, and refused with the rest
     )
     wrong = {kind: sorted(map(str, info[kind])) for kind in info if kind.endswith("_keys")}
     wrong = {kind: keys for kind, keys in wrong.items() if keys}

@@ -291,9 +291,14 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no model_type qwen3 \(it is llama\), target_layer_ids"):
         library.load_drafter(tmp_path, torch.float32, "cpu")
     config = json.loads((folder / "config.json").read_text())
-    for layers, message in ((2, r"unexpected_keys.*layers\.2"), (4, r"missing_keys.*layers\.3")):
+    for layers, width, message in (
+        (2, 512, r"unexpected_keys.*layers\.2"),
+        (4, 512, r"missing_keys.*layers\.3"),
+        (3, 384, r"mismatched_keys.*down_proj"),
+    ):
         kinds = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-        (folder / "config.json").write_text(json.dumps({**config, **kinds}))
+        changed = {**config, **kinds, "intermediate_size": width}
+        (folder / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             library.load_drafter(folder, torch.float32, "cpu")
 
