@@ -101,7 +101,7 @@ class QKNormRopeKVCache:
                 )
         try:
             before = describe.listing(chain)
-            new = emit(graph, chain, operation, kernel.name, validate=context.config.validate)
+            new = emit(graph, chain, operation, kernel.name, context.config)
         except SurgeryError as error:
             return describe.refused(context, chain, operation, (error.reason,), selection, checked)
         return describe.done(context, chain, operation, selection, checked, before, new)

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -29,13 +29,21 @@ from fusion.match.region_dims import (
     small_shape,
 )
 
-__all__ = ["Dims", "Factor", "Input", "Region", "RegionError", "dims_of", "small_shape"]
+__all__ = ["Constant", "Dims", "Factor", "Input", "Region", "RegionError", "dims_of", "small_shape"]
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SIZED = {aten.expand.default, *_VIEWS}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 _FACTORIES = {aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default}
+
+
+Constant: TypeAlias = Callable[[Node, Any], bool]
+"""Whether a size that an expand makes is no token count, although it equals one."""
+
+
+def _never(node: Node, size: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -100,11 +108,13 @@ class Region:
         special: Callable[[Node, dict[Node, Any], dict[Node, Dims]], Any] | None = None,
         widen: Mapping[int, int] | None = None,
         tick: Callable[[Node, int], None] | None = None,
+        constant: Constant = _never,
     ) -> tuple[dict[Node, Any], dict[Node, Dims]]:
         """Run every node small; returns the values and factors of all nodes.
 
         ``special`` may run a node itself (return ``NotImplemented`` to decline); ``widen`` maps
-        the sizes that an expand may make out of nothing to their small ones; ``tick`` is called
+        the sizes that an expand may make out of nothing to their small ones, except where
+        ``constant(node, size)`` says that the size only happens to be equal; ``tick`` is called
         before each node with the bytes held so far and may raise to stop.
         """
         values: dict[Node, Any] = {n: i.value for n, i in inputs.items()}
@@ -117,13 +127,33 @@ class Region:
                 tick(node, held)
             done = special(node, values, dims) if special is not None else NotImplemented
             if done is NotImplemented:
-                done = _run_node(node, values, dims, widen or {})
+                done = _run_node(node, values, dims, widen or {}, constant)
             values[node] = done
             if node not in dims and isinstance(done, torch.Tensor):
                 dims[node] = infer_dims(node, done, dims)
             if isinstance(done, torch.Tensor):
                 held += done.numel() * done.element_size()
         return values, dims
+
+    def guesses(self, widen: Mapping[int, int], constant: Constant) -> tuple[Node, ...]:
+        """The expands that make a size which may be a token count, or a number equal to one."""
+
+        def unsure(node: Node) -> bool:
+            return node.target is aten.expand.default and any(
+                isinstance(size, int) and widen.get(size, size) != size and not constant(node, size)
+                for size in _made(node)
+            )
+
+        return tuple(n for n in self.nodes if unsure(n))
+
+
+def _made(node: Node) -> list[Any]:
+    """The sizes that an expand makes out of nothing."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    out, inner = node.meta["val"].shape, hints(source.meta["val"].shape)
+    lead = len(out) - len(inner)
+    return [n for i, n in enumerate(out) if i < lead or (inner[i - lead] == 1 and hint(n) != 1)]
 
 
 def _nothing(node: Node, operand: Node) -> bool:
@@ -145,7 +175,11 @@ def _describe(node: Node) -> str:
 
 
 def _run_node(
-    node: Node, values: dict[Node, Any], dims: dict[Node, Dims], widen: Mapping[int, int]
+    node: Node,
+    values: dict[Node, Any],
+    dims: dict[Node, Dims],
+    widen: Mapping[int, int],
+    constant: Constant,
 ) -> Any:
     """Run one node with small values, rewriting the arguments that spell sizes."""
     if node.op != "call_function":
@@ -172,7 +206,7 @@ def _run_node(
         if target in _VIEWS:
             dims[node] = regroup(dims[source], out_shape, node)
         else:
-            dims[node] = _expand(dims[source], out_shape, widen)
+            dims[node] = _expand(dims[source], node, widen, constant)
         args[1] = list(small_shape(dims[node]))
     elif target is aten.slice.Tensor:
         _slice_args(node, args, dims)
@@ -247,13 +281,15 @@ def regroup(source: Dims, shape: Sequence[int], node: Node | None = None) -> Dim
     return tuple(out)
 
 
-def _expand(source: Dims, shape: Sequence[int], widen: Mapping[int, int]) -> Dims:
+def _expand(source: Dims, node: Node, widen: Mapping[int, int], constant: Constant) -> Dims:
     """Factors after an expand: kept dimensions keep theirs, made ones follow ``widen``."""
+    shape = node.meta["val"].shape
     lead = len(shape) - len(source)
     out: list[tuple[Factor, ...]] = []
-    for i, size in enumerate(shape):
+    for i, (given, size) in enumerate(zip(shape, hints(shape), strict=True)):
         old = source[i - lead] if i >= lead else ()
-        out.append(old or (((size, widen.get(size, size)),) if size != 1 else ()))
+        little = size if constant(node, given) else widen.get(size, size)
+        out.append(old or (((size, little),) if size != 1 else ()))
     return tuple(out)
 
 

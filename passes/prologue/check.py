@@ -9,13 +9,13 @@ Nothing is rewritten on the strength of a pattern alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import SymInt
 from torch.fx import Node
 
 from fusion.config import Config
@@ -26,12 +26,14 @@ from fusion.graph.shapes import NoHintError, hint
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Region, RegionError
 from fusion.passes.prologue.chain import Chain
-from fusion.passes.prologue.operation import Operation
-from fusion.passes.prologue.trial import Trial, same_bits
+from fusion.passes.prologue.operation import Operand, Operation
+from fusion.passes.prologue.trial import Trial, no_count, same_bits, small_sizes, token_counts
 from fusion.reason import Reason
 
 #: Small token counts of the two trials: (sequences, tokens of each).
 TRIALS = ((2, 3), (3, 5))
+_MOST_GUESSES = 5
+"""Sizes of unknown meaning whose meanings are all tried in combination."""
 
 
 @dataclass(frozen=True)
@@ -100,104 +102,208 @@ def _run_trials(
     config: Config,
     started: float,
 ) -> Checked:
+    tick = _ticker(config, started)
+
+    def spent() -> float:
+        return time.thread_time() - started
+
+    difference: Checked | None = None
+    failed: RegionError | None = None
+    for reading in _readings(region, operation):
+        try:
+            message, worst = _trials(chain, operation, region, roles, outputs, reading, tick)
+        except RegionError as error:
+            failed = failed or error
+            continue
+        except _Bound as stop:
+            if difference is not None:
+                break  # a reading that gave a result says more than one that took too long
+            return Checked("refused", reason=_too_much(config, started, stop), seconds=spent())
+        if message is None:
+            return Checked("passed", 0.0, spent())
+        reason = Reason(
+            "match.validation",
+            message,
+            have=f"max abs error {worst:.3g}",
+            need="bit-equal",
+            node=chain.k_rope.out.node.name,
+        )
+        difference = difference or Checked("refused", worst, spent(), reason)
+        if not _unsure(region, operation):
+            break  # it was the only reading there is
+    if difference is not None:
+        return difference
+    assert failed is not None
+    raise failed
+
+
+def _too_much(config: Config, started: float, stop: _Bound) -> Reason:
+    return Reason(
+        "match.validation-bound",
+        "the check did not finish within its bounds",
+        have=f"{time.thread_time() - started:.2f} s of CPU time",
+        need=f"{config.validation_seconds} s of CPU time and {config.validation_mb} MB",
+        node=str(stop),
+    )
+
+
+def _ticker(config: Config, started: float) -> Callable[[Node, int], None]:
+    """Raises :class:`_Bound` where the thread took too long or a run holds too much."""
     limit = config.validation_mb * 2**20
 
     def tick(node: Node, held: int) -> None:
         if time.thread_time() - started > config.validation_seconds or held > limit:
             raise _Bound(node.name)
 
-    for seed, (sequences, tokens) in enumerate(TRIALS):
-        try:
-            message, worst = _one_trial(
-                chain, operation, region, roles, outputs, (sequences, tokens, seed), tick
-            )
-        except _Bound as stop:
-            reason = Reason(
-                "match.validation-bound",
-                "the check did not finish within its bounds",
-                have=f"{time.thread_time() - started:.2f} s of CPU time",
-                need=f"{config.validation_seconds} s of CPU time and {config.validation_mb} MB",
-                node=str(stop),
-            )
-            return Checked("refused", reason=reason, seconds=time.thread_time() - started)
-        if message is not None:
-            reason = Reason(
-                "match.validation",
-                message,
-                have=f"max abs error {worst:.3g}",
-                need="bit-equal",
-                node=chain.k_rope.out.node.name,
-            )
-            seconds = time.thread_time() - started
-            return Checked("refused", worst, seconds, reason)
-    return Checked("passed", 0.0, time.thread_time() - started)
+    return tick
 
 
-def check_operands(
-    chain: Chain, operation: Operation, arguments: Mapping[str, Any]
-) -> Reason | None:
-    """Whether emitted nodes compute the operands that the check used; the reason if not.
+@dataclass(frozen=True)
+class _Reading:
+    """One way to make the graph small: ``constant`` expands keep the sizes they have."""
 
-    ``arguments`` are those of the emitted call by name. Cache planes are left out (the surgeon
-    verifies their geometry itself), and slots that are built from constants of the cache.
+    shrink: bool
+    constant: frozenset[Node] = frozenset()
+
+
+def _readings(region: Region, operation: Operation) -> Iterator[_Reading]:
+    """The ways to shrink a region, likeliest first.
+
+    A size that an expand makes out of nothing may be a token count, or a constant that happens
+    to equal it: two tokens and ``repeat_interleave(x, 2)``, as many tokens as elements in a
+    head and a scatter index expanded over the head. Each is tried. Last come the sizes of the
+    graph itself, which need no guess but may exceed the bounds. A wrong reading does not pass:
+    shapes stop fitting, or the results differ; the operation has the same shapes in all.
+    Where token counts are symbols nothing has to be guessed.
     """
-    roles = _roles(operation)
-    with compat.real_tensors():
-        trial = Trial(chain, operation, roles, *TRIALS[0], 0)
-        expected: Tensor | None
-        for name, operand in operation.tensors.items():
-            node = arguments.get(name)
-            if isinstance(operand, CachePlane) or not isinstance(node, Node):
-                continue
-            what = f"operand {name} of the new call"
-            try:
-                region = Region.between(roles, [node])
-                values, _ = region.run(trial.inputs, widen=trial.widen)
-            except RegionError as error:
-                if isinstance(operand, Slots):
-                    continue
-                text = f"{what} could not be run by itself: {error}"
-                return Reason("match.validation-bound", text, node=node.name)
-            if name == "positions":
-                assert isinstance(operand, Node)
-                expected = trial.positions(operand, full_size=True)
-            elif isinstance(operand, Slots):
-                assert trial.cache is not None
-                expected = trial.cache.slot_mapping(operand, trial.inputs, full_size=True)
-            else:
-                expected = trial.argument(operand, {})
-            have = values[node]
-            assert expected is not None
-            if have.shape != expected.shape or not same_bits(have, expected.to(have.dtype)):
-                text = f"{what} is not what the chain reads"
-                return Reason("match.validation", text, node=node.name)
-    return None
+    unsure = _unsure(region, operation)
+    yield _Reading(True)
+    if unsure:
+        yield _Reading(True, frozenset(unsure))
+    if 1 < len(unsure) <= _MOST_GUESSES:
+        for count in range(1, len(unsure)):
+            for some in itertools.combinations(unsure, count):
+                yield _Reading(True, frozenset(some))
+    yield _Reading(False)
 
 
-def _one_trial(
+def _unsure(region: Region, operation: Operation) -> tuple[Node, ...]:
+    counts = token_counts(operation)
+    small = small_sizes(operation, *TRIALS[0])
+    return region.guesses(small, lambda _, size: no_count(counts, size))
+
+
+def _trials(
     chain: Chain,
     operation: Operation,
     region: Region,
     roles: Mapping[Node, str],
     outputs: Mapping[Node, str],
-    numbers: tuple[int, int, int],
+    reading: _Reading,
     tick: Callable[[Node, int], None],
 ) -> tuple[str | None, float]:
-    """Run one trial, in the first of three ways that can be run at all.
+    """The first difference that any trial of one reading shows, and its size."""
+    for seed, (sequences, tokens) in enumerate(TRIALS):
+        trial = Trial(
+            chain,
+            operation,
+            roles,
+            sequences,
+            tokens,
+            seed,
+            shrink=reading.shrink,
+            constant=reading.constant,
+        )
+        message, worst = trial.compare(region, outputs, tick)
+        if message is not None:
+            return message, worst
+    return None, 0.0
 
-    A size that an expand makes out of nothing may be a token count, or a constant that happens
-    to equal it (``repeat_interleave(x, 2)`` in a graph of two tokens): both are tried. Last
-    come the sizes of the graph itself, which need no guess but may exceed the bounds.
+
+def check_operands(
+    chain: Chain, operation: Operation, arguments: Mapping[str, Any], config: Config
+) -> Reason | None:
+    """Whether emitted nodes compute the operands that the check used; the reason if not.
+
+    ``arguments`` are those of the emitted call by name. Cache planes are left out (the surgeon
+    verifies their geometry itself), and slots that are built from constants of the cache where
+    the graph is too large to run at its own sizes. Bounded like :func:`check`.
     """
+    roles = _roles(operation)
+    tick = _ticker(config, started := time.thread_time())
+    with compat.real_tensors():
+        trials: dict[_Reading, Trial | RegionError] = {}
+        for name, operand in operation.tensors.items():
+            node = arguments.get(name)
+            if isinstance(operand, CachePlane) or not isinstance(node, Node):
+                continue
+            try:
+                reason = _operand(chain, operation, roles, (name, operand, node), trials, tick)
+            except _Bound as stop:
+                return _too_much(config, started, stop)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _operand(
+    chain: Chain,
+    operation: Operation,
+    roles: Mapping[Node, str],
+    emitted: tuple[str, Operand, Node],
+    trials: dict[_Reading, Trial | RegionError],
+    tick: Callable[[Node, int], None],
+) -> Reason | None:
+    """One operand of the new call in the first reading that agrees, or the reason."""
+    name, operand, node = emitted
+    what = f"operand {name} of the new call"
     failed: RegionError | None = None
-    for widen, shrink in ((True, True), (False, True), (False, False)):
+    differs = False
+    try:
+        region = Region.between(roles, [node])
+    except RegionError as error:
+        text = f"{what} could not be run by itself: {error}"
+        return Reason("match.validation-bound", text, node=node.name)
+    for reading in _readings(region, operation):
         try:
-            trial = Trial(chain, operation, roles, *numbers, widen=widen, shrink=shrink)
-            return trial.compare(region, outputs, tick)
+            if reading not in trials:
+                trials[reading] = _trial(chain, operation, roles, reading)
+            trial = trials[reading]
+            if isinstance(trial, RegionError):
+                raise trial
+            values, _ = region.run(
+                trial.inputs, widen=trial.small, tick=tick, constant=trial.constant
+            )
         except RegionError as error:
             failed = failed or error
-    assert failed is not None
-    raise failed
+            continue
+        have, expected = values[node], trial.operand(name, operand)
+        if have.shape == expected.shape and same_bits(have, expected.to(have.dtype)):
+            return None
+        differs = True
+    if differs:
+        return Reason("match.validation", f"{what} is not what the chain reads", node=node.name)
+    if isinstance(operand, Slots):
+        return None
+    text = f"{what} could not be run by itself: {failed}"
+    return Reason("match.validation-bound", text, node=node.name)
+
+
+def _trial(
+    chain: Chain, operation: Operation, roles: Mapping[Node, str], reading: _Reading
+) -> Trial | RegionError:
+    try:
+        return Trial(
+            chain,
+            operation,
+            roles,
+            *TRIALS[0],
+            0,
+            shrink=reading.shrink,
+            constant=reading.constant,
+        )
+    except RegionError as error:
+        return error
 
 
 def _roles(operation: Operation) -> dict[Node, str]:
@@ -246,7 +352,7 @@ def _signature(
             return f"{type(value).__name__}({', '.join(parts)})"
         if isinstance(value, (tuple, list)):
             return f"[{', '.join(map(plain, value))}]"
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, SymInt):
             return str(hint(value))
         return str(value)
 

@@ -23,7 +23,12 @@ MAX_TOKENS = 64
 
 
 class Trial:
-    """One set of small random inputs."""
+    """One set of small random inputs.
+
+    ``constant`` are expands whose sizes are no token counts, although they equal one.
+    Raises :class:`RegionError` where the inputs cannot be made small (without ``shrink``:
+    where the graph itself is too large).
+    """
 
     def __init__(
         self,
@@ -34,14 +39,14 @@ class Trial:
         tokens: int,
         seed: int,
         *,
-        widen: bool = True,
         shrink: bool = True,
+        constant: frozenset[Node] = frozenset(),
     ) -> None:
         self.chain, self.operation, self.roles = chain, operation, roles
         self.generator = torch.Generator().manual_seed(1234 + seed)
         self.awkward = seed == 1
-        self.small = _small_sizes(operation, sequences, tokens) if shrink else {}
-        self.widen = self.small if widen else {}
+        self.small = small_sizes(operation, sequences, tokens) if shrink else {}
+        self._constant, self._counts = constant, token_counts(operation)
         if not shrink and hint(chain.key.tokens) > MAX_TOKENS:
             raise RegionError("too many tokens to check at full size", chain.k_rope.out.node)
         self.inputs: dict[Node, Input] = {}
@@ -57,7 +62,7 @@ class Trial:
         for node, given in self.inputs.items():
             if type(given.value) is not Tensor or given.value.device.type != "cpu":
                 raise RegionError("the check was not run on real tensors", node)
-        values, _ = region.run(self.inputs, special, widen=self.widen, tick=tick)
+        values, _ = region.run(self.inputs, special, self.small, tick, self.constant)
         bases = self.cache.copies() if self.cache is not None else {}
         query, key = self._reference(bases)
         expected = {"query": query, "key": key}
@@ -81,6 +86,10 @@ class Trial:
                 return f"{what} differs between the graph and {self.operation.name}", error
         return None, 0.0
 
+    def constant(self, node: Node, size: Any) -> bool:
+        """Whether a size that an expand makes is no token count in this trial."""
+        return node in self._constant or no_count(self._counts, size)
+
     def _reference(self, bases: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
         arguments: dict[str, Any] = dict(self.operation.attributes)
         for name, operand in self.operation.tensors.items():
@@ -93,6 +102,20 @@ class Trial:
             arguments["return_key"] = True
         result: tuple[Tensor, Tensor] = function(**arguments)
         return result
+
+    def operand(self, name: str, operand: Any) -> Tensor:
+        """What an emitted node has to compute for an operand of the call.
+
+        Counts in the rows of the graph's own table and cache, as emitted nodes do.
+        """
+        if name == "positions":
+            return self.positions(operand, full_size=True)
+        if isinstance(operand, Slots):
+            assert self.cache is not None
+            return self.cache.slot_mapping(operand, self.inputs, full_size=True)
+        value = self.argument(operand, {})
+        assert value is not None
+        return value
 
     def positions(self, node: Node, *, full_size: bool = False) -> Tensor:
         """Positions as the operation takes them: counted from the front of the table.
@@ -231,7 +254,7 @@ def _make_awkward(value: Tensor) -> Tensor:
     return value
 
 
-def _small_sizes(operation: Operation, sequences: int, tokens: int) -> dict[int, int]:
+def small_sizes(operation: Operation, sequences: int, tokens: int) -> dict[int, int]:
     """Small values for the token sizes of the graph (size 1 stays 1)."""
     small: dict[int, int] = {}
     views = [o for o in operation.tensors.values() if isinstance(o, TokenView)]
@@ -248,6 +271,18 @@ def _small_sizes(operation: Operation, sequences: int, tokens: int) -> dict[int,
         if total > 1:
             small.setdefault(total, math.prod(small.get(s, s) for s in sizes))
     return small
+
+
+def token_counts(operation: Operation) -> frozenset[int]:
+    """The token counts that are plain numbers in the graph."""
+    views = [o for o in operation.tensors.values() if isinstance(o, TokenView)]
+    sizes = [s for view in views for s in (*view.token_sizes, view.tokens)]
+    return frozenset(s for s in sizes if isinstance(s, int))
+
+
+def no_count(counts: frozenset[int], size: Any) -> bool:
+    """Whether a size is surely no token count: a number, where all counts are symbols."""
+    return isinstance(size, int) and size not in counts
 
 
 def _shape(node: Node) -> tuple[int, ...]:
