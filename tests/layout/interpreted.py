@@ -82,15 +82,21 @@ def test_only_fp8_caches_are_scaled() -> None:
 
 @given(st.integers(0, 2), EDGE, st.sampled_from([torch.int32, torch.int64]))
 @settings(max_examples=10)
-def test_writes_past_32_bits(where, edge, dtype) -> None:  # type: ignore[no-untyped-def]
-    steps = [128, 32, 16, 1]
+def test_writes_and_reads_past_32_bits(where, edge, dtype) -> None:  # type: ignore[no-untyped-def]
+    steps = [256, 64, 32, 1]
     steps[where] = edge
-    pool = torch.empty(sum(steps) + 256, dtype=torch.uint8)
-    view = pool.view(DTYPES["e4m3fn"]).as_strided((2, 2, 2, 16), steps, 8)
-    key = torch.arange(1.0, 17.0).view(1, 2, 8)
-    slot = torch.tensor([3], dtype=dtype)
-    TRITON.kv_cache_write(key, -key, view[..., :8], view[..., 8:], slot)
+    pool = torch.empty(sum(steps) + 512, dtype=torch.uint8)
+    view = pool.view(DTYPES["e4m3fn"]).as_strided((2, 2, 2, 32), steps, 8)
+    caches = view[..., :16], view[..., 16:]
+    key = torch.arange(1.0, 33.0).view(1, 2, 16).to(DTYPES["e4m3fn"]).float()
+    TRITON.kv_cache_write(key, -key, *caches, torch.tensor([3], dtype=dtype))
     for h in range(2):
         at = 8 + steps[0] + steps[1] + h * steps[2]
-        got = pool[at : at + 16].view(DTYPES["e4m3fn"]).float()
+        got = pool[at : at + 32].view(DTYPES["e4m3fn"]).float()
         assert got.tolist() == [*key[0, h].tolist(), *(-key[0, h]).tolist()]
+    out = TRITON.paged_attention(
+        torch.ones(1, 2, 16), *caches, torch.tensor([[0, 1]], dtype=dtype),
+        torch.tensor([4], dtype=dtype), torch.tensor([0, 1], dtype=dtype), 1, 4, 1.0, True,
+        window_left=0,
+    )  # fmt: skip
+    assert torch.equal(out, -key)

@@ -281,6 +281,23 @@ def test_writes_and_reads_past_32_bits(where, edge, offset, dtype) -> None:  # t
     assert torch.equal(out, value)
 
 
+@given(st.integers(0, 60))
+@settings(max_examples=5)
+def test_slots_past_32_bits(past) -> None:  # type: ignore[no-untyped-def]
+    """A cache of more than 2**31 slots of one byte: the slot itself needs the 64 bits."""
+    slots_ = 2**31 + 64
+    try:
+        pools = [torch.empty(slots_, dtype=torch.uint8) for _ in "kv"]
+    except RuntimeError:
+        pytest.skip("this machine does not overcommit 4 GiB of address space")
+    key, value = (p.view(torch.float8_e4m3fn).view(slots_ // 2, 2, 1, 1) for p in pools)
+    slot = 2**31 + past
+    rows_ = torch.tensor([3.0, 7.0]).view(2, 1, 1)
+    ops.kv_cache_write(rows_, -rows_, key, value, torch.tensor([slot, -1]), kernel="reference")
+    assert pools[0][slot : slot + 1].view(torch.float8_e4m3fn).float().item() == 3.0
+    assert pools[1][slot : slot + 1].view(torch.float8_e4m3fn).float().item() == -3.0
+
+
 def test_rope_is_independent_of_where_the_cache_lies() -> None:
     """A canary for the helpers themselves: they would be useless if they always agreed."""
     g = Geometry(L.PACKED, 2, 4, 3, 16, 16, "f32")
