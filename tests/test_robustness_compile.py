@@ -221,10 +221,9 @@ def test_a_chip_that_no_kernel_knows_is_a_reason(arch: str) -> None:
 # --- zero tokens, recompiles, one graph for many sizes ---------------------------------------
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.PACKED, KVCacheLayout.NHD])
-def test_sizes_dtypes_and_zero_tokens_recompile_and_stay_right(layout: KVCacheLayout) -> None:
+def test_sizes_dtypes_and_zero_tokens_recompile_and_stay_right() -> None:
     """One function, called with whatever comes: every graph is fused and in the report once."""
-    block = variant(layout=layout, tokens=5)
+    layout = KVCacheLayout.NHD
     fn = compiled(own_code(lambda x, b: b(x)))
     seen = []
     for tokens, dtype in (
