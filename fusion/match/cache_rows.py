@@ -261,7 +261,10 @@ def finish(
             "match.value", "the written value is broadcast, or not one row per slot",
             have=str(list(got)), need=str(expected), node=values.name,
         )  # fmt: skip
-    if not rest or len(rest) > 3 or any(("r", i) not in layout for i in rest[-2:]):
+    # torch itself drops leading dimensions of size one from what is assigned: one head of one
+    # token is a vector.
+    lost = [i for i in rest[-2:] if ("r", i) not in layout]
+    if not rest or len(rest) > 3 or rest[-1] in lost:
         return _no(write, "the written view has no head and dim axes")
     dim_axis = rest[-1]
     head_axis = rest[-2] if len(rest) >= 2 else None
@@ -280,7 +283,7 @@ def finish(
     tokens = [where["r", batch_axis]] if ("r", batch_axis) in where else []
     tokens += [i for i, (kind, _) in enumerate(layout) if kind == "t"]
     order = list(tokens)
-    if head_axis is not None:
+    if head_axis is not None and head_axis not in lost:
         order.append(where["r", head_axis])
     order.append(where["r", dim_axis])
     source = source_of(values, write.dtype)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fuzz.program import Layer, Program
 from tests.fuzz.run import run_program
@@ -135,3 +137,67 @@ def test_rows_cast_to_another_cache_dtype(write, dtype, cache_dtype, extra):
     layer = replace(layer, extras=(extra,) if extra else ())
     batch, order = (2, "bhsd-late") if write == "hf" else (0, "bshd")
     fused(Program((layer,), dtype=dtype, batch=batch, order=order))
+
+
+@pytest.mark.parametrize(
+    ("layer", "program"),
+    [
+        # B * T == D, T == D: a scatter's index is expanded over the head, not over tokens.
+        (Layer(dim=100, v_dim=100, rotary=100, write="scatter", blocks=16), {"tokens": 50}),
+        (Layer(dim=20, v_dim=20, rotary=20, write="scatter", blocks=8), {"tokens": 20}),
+        # B == Hk, and positions that are really expanded over the batch.
+        (Layer(kv_heads=2, write="scatter", table="one row"), {"tokens": 4}),
+        # More sequences than the small cache holds: emitted operands at the graph's own sizes.
+        (Layer(cache="block_first", blocks=2, block_size=2, write="hf"), {"tokens": 2}),
+    ],
+)
+def test_sizes_that_equal_a_token_count(layer, program):
+    fused(Program((layer,), batch=2, order="bhsd-late", **program))
+
+
+@pytest.mark.parametrize("write", ["index", "block_offset", "block_heads_offset"])
+def test_one_head_of_one_token_is_written_as_a_vector(write):
+    """torch drops leading dimensions of size one from what is assigned."""
+    fused(Program((Layer(heads=1, kv_heads=1, write=write),), tokens=1))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_two_sizes_may_be_equal(data):
+    """Tokens, sequences, heads, head size, table width and block size in any coincidence."""
+    pick = data.draw
+    kv, group, half = (pick(st.integers(1, 4)) for _ in range(3))
+    dim = 4 * half
+    rotary = pick(st.sampled_from([dim, 2 * half]))
+    batch = pick(st.integers(0, 3))
+    sizes = [kv, kv * group, dim, rotary, rotary // 2, kv * dim, kv * group * dim]
+    tokens = pick(st.sampled_from(sizes))
+    if batch and tokens % batch == 0 and pick(st.booleans()):
+        tokens //= batch
+    total = tokens * max(batch, 1)
+    write = pick(st.sampled_from(["op", "index", "scatter", "block_offset"]))
+    page = pick(st.sampled_from([*sizes, tokens, total]))
+    layer = Layer(
+        heads=kv * group,
+        kv_heads=kv,
+        dim=dim,
+        v_dim=dim,
+        rotary=rotary,
+        write=write,
+        cache=pick(st.sampled_from(["nhd", "kv_first", "halves"])),
+        block_size=page,
+        blocks=-(-total // page) + pick(st.integers(0, 2)),
+        table=pick(st.sampled_from(["gather", "per token", "one row", "angles"])),
+        rope=pick(st.sampled_from(["half", "rotate_half", "interleaved"])),
+    )
+    order = pick(st.sampled_from(["bshd", "bhsd-late", "bhsd-early"])) if batch else "bshd"
+    fused(Program((layer,), tokens, batch, order))
+
+
+def test_a_stack_of_caches_read_between_its_layers():
+    """Eight tokens, eight heads: the scatter's index is as wide as there are tokens."""
+    layer = Layer(
+        kv_heads=8, dim=8, v_dim=8, rotary=8, write="scatter", cache="stack",
+        cache_dtype="f32", weight_dtype="f32", table_dtype="f32", extras=("cache read before",),
+    )  # fmt: skip
+    fused(Program((layer, layer), tokens=8, batch=1, order="bhsd-late", dtype="f32"))
