@@ -228,10 +228,11 @@ class UnitLastStride:
         """See :class:`Condition`."""
         have = {n: s for n in self.tensors if (s := call.tensor(n)) is not None and s.ndim}
         bad = [n for n, s in have.items() if s.shape[-1] != 1 and s.stride[-1] != 1]
+        steps = {n: "unknown" if s.stride[-1] is None else s.stride[-1] for n, s in have.items()}
         return outcome(
             f"unit last stride of {', '.join(self.tensors)}",
             not bad,
-            ", ".join(f"{n} {have[n].stride[-1]}" for n in (bad or have)),
+            ", ".join(f"{n} {steps[n]}" for n in (bad or have)),
             "1",
             "strides",
             self.code,

@@ -150,6 +150,21 @@ def test_slots_are_64_bit_and_padding_stays_padding() -> None:
     ]
 
 
+def test_a_block_holds_a_token_at_least() -> None:
+    slots = torch.tensor([0, 1])
+    for size in (0, -4):
+        with pytest.raises(ValueError, match=f"block_size is {size}, it must be at least 1"):
+            slot_to_block_offset(slots, size)
+        with pytest.raises(ValueError, match=f"block_size is {size}, it must be at least 1"):
+            make_slot_mapping(slots[None], slots[None], size)
+    assert [x.tolist() for x in slot_to_block_offset(slots, 1)] == [[0, 1], [0, 0]]
+    assert make_slot_mapping(slots[None], slots[None], 1).tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"slots is torch\.float32, it must be torch\.int32"):
+        slot_to_block_offset(slots.float(), 4)
+    with pytest.raises(ValueError, match=r"positions is torch\.int16"):
+        make_slot_mapping(slots[None], slots[None].short(), 4)
+
+
 def test_slot_mapping_in_its_three_shapes() -> None:
     table = torch.tensor([[7, 3, -1], [5, 0, 9]], dtype=torch.int32)
     one = make_slot_mapping(table, torch.tensor([4, 11]), 4)
@@ -203,6 +218,18 @@ def test_slot_mapping_against_arithmetic(block: int, positions: list[int], row: 
             torch.zeros(3, dtype=torch.int64),
             torch.zeros(2, dtype=torch.int64),
             "must be equal",
+        ),
+        (
+            torch.zeros(2, 2, dtype=torch.int32),
+            torch.zeros(2, 3, dtype=torch.int64),
+            torch.zeros(2, 3, dtype=torch.int64),
+            r"sequences only goes with positions of shape \[T\], not \[B, S\]",
+        ),
+        (
+            torch.zeros(2, 2, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(2),
+            "sequences is torch.float32",
         ),
         (
             torch.zeros(2, 2, dtype=torch.int32),
