@@ -39,6 +39,7 @@ from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
 from fusion.passes.prologue.loose import find_loose_keys, merge_loose
 from fusion.passes.prologue.operation import kernel_call, operation_of
+from fusion.passes.prologue.rounding import unlike_rounding
 from fusion.pipeline import Context
 from fusion.reason import Reason
 from fusion.report import Site
@@ -92,6 +93,9 @@ class QKNormRopeKVCache:
             return describe.refused(
                 context, chain, operation, _why_no_kernel(selection), selection=selection
             )
+        reason = unlike_rounding(chain, context.config, call.target.device_type)
+        if reason is not None:
+            return describe.refused(context, chain, operation, (reason,), selection)
         checked = Checked("off")
         if context.config.validate:
             checked = check(chain, operation, context.config, context.validations)

@@ -89,8 +89,10 @@ class Rope:
     """``out = x * cos + partner(x) * sin`` on the first ``rotary_dim`` elements of each head.
 
     ``style``: ``half`` or ``interleaved``. ``rope_dtype`` is the dtype in which products and
-    sums are rounded; ``out_dtype`` that of the result. ``x`` is the value before the rope
-    (after the norm, if there is one), ``out`` the rotated value.
+    sums are rounded; ``out_dtype`` that of the result. ``product`` is ``separate`` where each of
+    them is an operation of its own, ``complex`` where one complex multiplication computes both:
+    then the kernel that runs it decides whether it rounds products and sums apart. ``x`` is the
+    value before the rope (after the norm, if there is one), ``out`` the rotated value.
     """
 
     x: TokenView
@@ -101,6 +103,7 @@ class Rope:
     rotary_dim: int
     rope_dtype: torch.dtype
     out_dtype: torch.dtype
+    product: str = "separate"
     nodes: frozenset[Node] = field(repr=False, default=frozenset())
 
 

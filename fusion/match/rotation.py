@@ -9,6 +9,7 @@ the graph spells it: rotate_half, chunks, strided slices, stacks, complex produc
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -133,6 +134,9 @@ class _Reading:
         node = self.rotated[0].terms[0].node
         return No("match.rope-form", "the rotated elements have no common source", node, 2)
 
+    def _complex(self) -> bool:
+        return any(dtype_of(t.node).is_complex for p in self.rotated for t in p.terms)
+
     # --- which factor is x ----------------------------------------------------------------------
 
     def _told_apart(self) -> list[list[tuple[_Split, _Split]]]:
@@ -186,6 +190,19 @@ class _Reading:
             before = node
         return before
 
+    def _moved(self, mover: Node) -> No:
+        """Why rows behind ``mover`` are not the rotated ones: some were cut off, or all moved."""
+        rows = self.frame.heads * self.frame.dim
+        there = [math.prod(shape_of(n)) for n in (mover, *mover.all_input_nodes[:1])]
+        if len(there) == 2 and there[1] > there[0]:
+            have, need = (f"{count // rows} rows" for count in there)
+            return No(
+                "match.value", f"{mover.name} cuts rotated rows off before they are used",
+                mover, 3, have=have, need=f"{need}: kv_cache_write takes fewer slots than rows",
+            )  # fmt: skip
+        message = f"{mover.name} puts the rotated rows into another order"
+        return No("match.token-order", message, mover, 3)
+
     def _with(
         self,
         out: TokenView,
@@ -204,8 +221,7 @@ class _Reading:
         x = index and view_at(self.frame, x_node, index, self.labels, merged=merged)
         if not x:
             if (mover := self._reordering()) is not None:
-                message = f"{mover.name} puts the rotated rows into another order"
-                raise No("match.token-order", message, mover, 3)
+                raise self._moved(mover)
             raise No(
                 "match.rope-form",
                 f"the rotated value is not [tokens, {self.frame.heads}, {self.frame.dim}] "
@@ -230,6 +246,7 @@ class _Reading:
             rotary_dim=rotary,
             rope_dtype=rope_dtype,
             out_dtype=dtype_of(out.node),
+            product="complex" if self._complex() else "separate",
             nodes=between(out.node, boundary, seen),
         )
 

@@ -227,6 +227,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
         "dtype": str(rope.rope_dtype).removeprefix("torch."),
         "tables": "by position" if rope.cos.positions is not None else "per token",
         "width": "full" if rope.cos.full else "half",
+        **({"product": rope.product} if rope.product != "separate" else {}),
     }
 
 

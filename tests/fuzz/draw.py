@@ -99,8 +99,7 @@ def draw_program(choose: Choose) -> Program:
         dtype,
         dynamic,
         again,
-        # Only the check sees where torch fuses multiply and add in a complex product.
-        choose("validate", (True, True, False)) or any(m.rope == "complex_pairs" for m in layers),
+        choose("validate", (True, True, False)),
         "aot_eager",
         choose("seed", range(8)),
     )

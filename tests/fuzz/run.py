@@ -216,8 +216,6 @@ def run_program(program: Program) -> Result:
             difference = None
     reasons = [r for s in sites for r in s.reasons]
     codes = ["internal.error", "match.validation-bound", "match.validation"]
-    if any(m.rope == "complex_pairs" for m in program.layers):
-        codes.remove("match.validation")  # torch fuses multiply and add there, for some widths
     for code in codes:
         found = [r for r in reasons if r.code == code]
         if found:

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fusion
 from tests.fuzz.program import Layer, Program
-from tests.fuzz.run import run_program
+from tests.fuzz.run import compiled_function, make_inputs, run_program
 
 
 def fused(program: Program) -> None:
@@ -62,11 +63,28 @@ def test_complex_products_that_torch_fuses(rotary, dtype):
         blocks=300,
         block_size=16,
     )
-    result = run_program(Program((layer,), tokens=4096, dtype=dtype))
-    assert result.finding is None, result.detail
-    ((status, _, code),) = result.statuses
-    narrow = _fuses_products(rotary // 2)
-    assert (status, code) == (("refused", "match.validation") if narrow else ("fused", ""))
+    for validate in (True, False):
+        program = Program((layer,), tokens=4096, dtype=dtype, validate=validate)
+        result = run_program(program)
+        assert result.finding is None, result.detail
+        ((status, _, code),) = result.statuses
+        narrow = _fuses_products(rotary // 2)
+        assert (status, code) == (("refused", "gate.rounding") if narrow else ("fused", ""))
+
+
+def test_exact_numerics_leave_complex_products_alone():
+    """Nothing in the graph says how they round: not even validation would settle it."""
+    layer = Layer(dim=32, v_dim=32, rotary=32, rope="complex_pairs", table_dtype="f32")
+    program = Program((layer,))
+    fn, inputs = compiled_function(program), make_inputs(program)
+    report = fusion.explain(fn, inputs.x, options={"numerics": "exact"})
+    (site,) = [s for s in report.sites if s.pass_name == "qk_norm_rope_kv_cache"]
+    assert (site.status, site.reasons[0].code) == ("refused", "gate.rounding")
+    assert site.facts["rope"]["product"] == "complex"
+    (site,) = [
+        s for s in fusion.explain(fn, inputs.x).sites if s.pass_name == "qk_norm_rope_kv_cache"
+    ]
+    assert site.status == "fused"
 
 
 def _fuses_products(width: int) -> bool:
