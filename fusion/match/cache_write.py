@@ -223,7 +223,8 @@ def _join(
         if row.write.dtype != whole_dtype or not row.write.dtype.is_floating_point:
             reason = Reason(
                 "match.cache-view", "the cache is bytes that are written as another dtype",
-                have=str(whole_dtype), need="a buffer of the dtype that is stored",
+                have=str(whole_dtype),
+                need="an input of the stored dtype: view the bytes before the compiled function",
                 node=row.write.base.name,
             )  # fmt: skip
             return Miss(reason, row.write.node, 1)
