@@ -44,6 +44,8 @@ from fusion.report import CandidateLike, GraphReport, PassStatus, Site
 from fusion.target import Target
 
 log = logging.getLogger("fusion")
+MOST_VALIDATIONS = 2048
+"""Results of checks that one configuration keeps (a few hundred bytes each)."""
 
 
 class Pass(Protocol):
@@ -70,8 +72,11 @@ class Context:
     with ``mode == "off"``, and must then only *list* its sites as ``off``, rewriting nothing).
     ``phase`` is ``post_grad`` (Inductor), ``aot_eager``, ``explain`` or ``export``.
     ``training`` tells that the graph belongs to a computation with gradients: as for ``off``,
-    sites are listed, nothing is rewritten. ``validations`` is a cache shared by all graphs of
-    the manager (guard it with ``lock``). ``times`` collects seconds by label.
+    sites are listed, nothing is rewritten. ``validations`` holds the results of earlier checks
+    by what was checked; every manager of an equal configuration shares it, also across threads:
+    read it with ``get`` and add to it with :meth:`remember`, which keeps it bounded (``lock`` is
+    taken there; two threads may still check the same thing at once, which only costs time).
+    ``times`` collects seconds by label.
     """
 
     config: Config
@@ -90,6 +95,13 @@ class Context:
     def rewrite(self) -> bool:
         """Whether the pass may change the graph at all."""
         return self.mode != "off" and not self.training
+
+    def remember(self, key: Any, result: Any) -> None:
+        """Keep the result of a check; the oldest one goes where there are too many."""
+        with self.lock:
+            while len(self.validations) >= MOST_VALIDATIONS and key not in self.validations:
+                del self.validations[next(iter(self.validations))]
+            self.validations[key] = result
 
     @property
     def required(self) -> bool:
@@ -254,7 +266,12 @@ class PassManager:
     ) -> list[Site]:
         started = time.perf_counter()
         mode = self.config.mode(p.name)
-        before, interface = Snapshot(graph), Interface.of(graph)
+        try:
+            before, interface = Snapshot(graph), Interface.of(graph)
+        except Exception as error:  # an odd graph: the pass cannot be undone, so it does not run
+            log.warning("fusion: the graph cannot be remembered", exc_info=True)
+            text = f"the graph cannot be remembered: {type(error).__name__}: {error}"
+            return [Site(p.name, "refused", reasons=(Reason("internal.error", text),))]
         context = Context(
             self.config,
             self.target,

@@ -98,7 +98,7 @@ class QKNormRopeKVCache:
             return describe.refused(context, chain, operation, (reason,), selection)
         checked = Checked("off")
         if context.config.validate:
-            checked = check(chain, operation, context.config, context.validations)
+            checked = check(chain, operation, context)
             if checked.reason is not None:
                 return describe.refused(
                     context, chain, operation, (checked.reason,), selection, checked

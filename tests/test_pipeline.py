@@ -386,3 +386,31 @@ def test_the_built_in_passes_are_all_sound():
     for info in found.passes:
         assert info.cls() == info.cls()
         assert hash(info.cls()) == hash(info.cls())
+
+
+def test_a_graph_that_cannot_be_remembered_is_left_alone(monkeypatch):
+    """A pass that could not be undone does not run, and the compile goes on."""
+    from fusion import pipeline
+
+    def broken(graph):
+        raise AttributeError("no such node")
+
+    monkeypatch.setattr(pipeline, "Snapshot", broken)
+    gm = chain()
+    before = letters(gm)
+    report = manager(SinToCos()).run(gm.graph)
+    assert letters(gm) == before
+    (site,) = report.sites
+    assert (site.status, site.reasons[0].code) == ("refused", "internal.error")
+    assert "no such node" in site.reasons[0].message
+
+
+def test_results_of_checks_are_bounded(monkeypatch):
+    """The oldest go; a result that is known already pushes nothing out."""
+    from fusion import pipeline
+
+    monkeypatch.setattr(pipeline, "MOST_VALIDATIONS", 3)
+    context = pipeline.Context(Config(), CPU, "auto", "post_grad", chain().graph)
+    for key in (*range(5), 4, 3):
+        context.remember(key, f"result {key}")
+    assert context.validations == {2: "result 2", 3: "result 3", 4: "result 4"}

@@ -28,6 +28,7 @@ from fusion.match.region import Region, RegionError
 from fusion.passes.prologue.chain import Chain
 from fusion.passes.prologue.operation import Operand, Operation
 from fusion.passes.prologue.trial import Trial, no_count, same_bits, small_sizes, token_counts
+from fusion.pipeline import Context
 from fusion.reason import Reason
 
 #: Small token counts of the two trials: (sequences, tokens of each).
@@ -60,11 +61,12 @@ class _Bound(Exception):
     """The check needs more time or memory than allowed."""
 
 
-def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, Any]) -> Checked:
+def check(chain: Chain, operation: Operation, context: Context) -> Checked:
     """Compare a chain with its operation.
 
-    Sites of equal structure and attributes share one check through ``cache``. Never raises for
-    a graph: what cannot be run small is refused with ``match.validation-bound`` and the node.
+    Sites of equal structure and attributes share one check (``context.validations``). Never
+    raises for a graph: what cannot be run small is refused with ``match.validation-bound`` and
+    the node.
     Time is the thread's own CPU time: a busy machine must not change what is fused.
     """
     started = time.thread_time()
@@ -75,12 +77,12 @@ def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, A
         outputs = _outputs(chain, operation)
         region = Region.between(roles, list(outputs))
         key = digest_of((region.fingerprint(roles), _signature(chain, operation, roles, outputs)))
-        if (known := cache.get(key)) is not None:
+        if (known := context.validations.get(key)) is not None:
             key_node = chain.k_rope.out.node
             reason = known.reason and known.reason.at(key_node.name, source_of(key_node))
             return Checked(known.status, known.max_abs_error, 0.0, reason, True)
         with compat.real_tensors():
-            result = _run_trials(chain, operation, region, roles, outputs, config, started)
+            result = _run_trials(chain, operation, region, roles, outputs, context.config, started)
     except NoHintError as error:
         reason = Reason("match.validation-bound", f"a size has no example value: {error}")
         return Checked("refused", reason=reason, seconds=time.thread_time() - started)
@@ -89,7 +91,7 @@ def check(chain: Chain, operation: Operation, config: Config, cache: dict[Any, A
         code = "match.validation" if "depends on" in str(error) else "match.validation-bound"
         reason = Reason(code, f"the chain could not be run by itself: {error}", node=node)
         return Checked("refused", reason=reason, seconds=time.thread_time() - started)
-    cache[key] = result
+    context.remember(key, result)
     return result
 
 
