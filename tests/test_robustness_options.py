@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fusion.build import make_config, make_manager
 from fusion.config import Config, ConfigError
 from fusion.target import Target
 from tests.prologue_block import run, variant
+from tests.toy_passes import SinToCos, use_passes
 
 FUSED = "qk_norm_rope_kv_cache"
 CPU = Target.parse("cpu")
@@ -76,6 +78,40 @@ def test_a_switch_that_nobody_can_read_is_refused(
     monkeypatch.setenv(name, "shufle")
     with pytest.raises(ConfigError, match=rf"{name}=.?shufle"):
         make_manager(Config(), CPU)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugged(SinToCos):
+    """A plug-in's pass with options of every kind."""
+
+    flag: bool = False
+    ratio: float = 1.0
+    kind: Literal["a", "b"] = "a"
+    names: tuple[str, ...] = ()
+    limit: int | str | None = None
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("flag", [True], [1, "yes", None]),
+        ("ratio", [0.5, 2], ["2", True, None]),
+        ("kind", ["a", "b"], ["c", 1]),
+        ("names", [["x"], ("x",)], []),  # what it takes for a collection is its own business
+        ("limit", [3, "all", None], [2.5, True, []]),
+        ("skip", ["x"], [None, 3]),
+    ],
+)
+def test_the_options_of_a_plug_in_are_checked_by_their_types(
+    name: str, right: list[Any], wrong: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_passes(monkeypatch, Plugged)
+    for value in right:
+        (made,) = make_manager(make_config({"sin_to_cos": {name: value}}), CPU).passes
+        assert getattr(made, name) == value
+    for value in wrong:
+        with pytest.raises(ConfigError, match=f"options of pass sin_to_cos: {name} is "):
+            make_manager(make_config({"sin_to_cos": {name: value}}), CPU)
 
 
 def test_options_that_cannot_be_hashed_are_fine() -> None:
