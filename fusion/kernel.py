@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from fusion.config import Config
+from fusion.graph.shapes import example
 from fusion.target import Target
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class TensorSpec:
             device=tensor.device.type,
             storage_offset=_dim(tensor.storage_offset()),
             base=base,
-            hints=tuple(_hint(s) for s in tensor.shape),
+            hints=tuple(example(s) for s in tensor.shape),
         )
 
     @property
@@ -83,14 +84,6 @@ class TensorSpec:
 
 def _dim(size: Any) -> Dim:
     return size if isinstance(size, int) else None
-
-
-def _hint(size: Any) -> int | None:
-    if isinstance(size, int):
-        return size
-    node = getattr(size, "node", None)
-    hint = getattr(node, "hint", None)
-    return int(hint) if isinstance(hint, int) else None
 
 
 @dataclass(frozen=True)

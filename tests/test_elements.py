@@ -32,7 +32,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.moves import is_move, step
 from fusion.graph.reshaping import reshape_index
-from fusion.graph.shapes import pinned
+from fusion.graph.shapes import example, pinned
 from fusion.match.trail import assemble, trails
 from tests.match_graphs import Traced, trace
 
@@ -335,3 +335,21 @@ def test_a_size_that_guards_leave_one_value() -> None:
     assert pinned(half * 2) is None or pinned(half * 2) == 8
     assert len(env.guards) == guards
     assert pinned(env.create_unbacked_symint()) is None
+
+
+def test_example_sizes_are_read_in_one_way() -> None:
+    """A backed symbol has its example, an unbacked one none; the gate reads the same."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    from fusion.kernel import TensorSpec
+
+    env = ShapeEnv()
+    symbol = env.create_symbol(6, ConstantSource("n"), DimDynamic.DYNAMIC)
+    size, unknown = env.create_symintnode(symbol, hint=6), env.create_unbacked_symint()
+    assert [example(s) for s in (3, size, size * 2, unknown, None)] == [3, 6, 12, None, None]
+    with torch._subclasses.FakeTensorMode(shape_env=env):
+        made = torch.empty_strided((size, 2, 3), (6, 3, 1))
+    assert TensorSpec.of(made).hints == (6, 2, 3)
+    assert TensorSpec.of(made).shape == (None, 2, 3)
+    assert not env.guards

@@ -27,6 +27,14 @@ def hint(size: Any) -> int:
     return int(value)
 
 
+def example(size: Any) -> int | None:
+    """:func:`hint`, or None where a size has no example value (or is no size at all)."""
+    try:
+        return hint(size)
+    except NoHintError:
+        return None
+
+
 def pinned(size: Any) -> int | None:
     """The number that a size is whenever the graph runs, or None where it may be another one.
 

@@ -32,7 +32,7 @@ from fusion.graph.elements import (
 )
 from fusion.graph.foreign import is_registered
 from fusion.graph.moves import is_move
-from fusion.graph.shapes import pinned
+from fusion.graph.shapes import hint, pinned
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
 from fusion.match.rotation import read_rope
 from fusion.match.table import entries, same_elements
@@ -318,7 +318,7 @@ def _same_table(a: Rope, x: RopeTable, b: Rope, y: RopeTable) -> bool:
         return False
     count = 1
     for size in a.out.token_sizes:
-        count *= _int(size)
+        count *= hint(size)
     tokens = sample(count)
     if x.positions is not None and y.positions is not None:
         if x.node is not y.node or (x.columns, x.full) != (y.columns, y.full):
@@ -327,12 +327,6 @@ def _same_table(a: Rope, x: RopeTable, b: Rope, y: RopeTable) -> bool:
         return same_elements(rows[0], rows[1])
     labels = (tokens, np.arange(a.rotary_dim))
     return same_elements(_entries(a, x, labels), _entries(b, y, labels))
-
-
-def _int(size: object) -> int:
-    from fusion.graph.shapes import hint
-
-    return hint(size)
 
 
 def _flat(node: Node, tokens: Array) -> Ref:
@@ -350,8 +344,8 @@ def _entries(rope: Rope, table: RopeTable, labels: Labels) -> Ref:
     left = along(labels[0], 0, 2)
     positions: list[Array] = []
     for size in reversed(rope.x.token_sizes):
-        positions.append(left % _int(size))
-        left = left // _int(size)
+        positions.append(left % hint(size))
+        left = left // hint(size)
     positions.reverse()
     column = table.columns[0] + entries(rope.style, rope.rotary_dim, table.full)
     index = tuple(

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.config import Config
-from fusion.graph.shapes import NoHintError, hint
+from fusion.graph.shapes import example
 from fusion.graph.storage import root_of
 from fusion.kernel import KernelCall, TensorSpec
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
@@ -113,7 +113,7 @@ def _spec(operand: Operand) -> TensorSpec | None:
         device,
         _int(operand.storage_offset),
         base=root_of(operand.base).node.name,
-        hints=tuple(_hint(s) for s in operand.size),
+        hints=tuple(example(s) for s in operand.size),
     )
 
 
@@ -121,10 +121,10 @@ def _token_view_spec(view: TokenView) -> TensorSpec:
     """``[T, H, D]`` with the strides that permute and reshape give (dense where they copy)."""
     value = view.node.meta["val"]
     root = root_of(view.node)
-    sizes = [_hint(value.shape[d]) for d in view.order]
-    strides = [_hint(value.stride(d)) for d in view.order]
+    sizes = [example(value.shape[d]) for d in view.order]
+    strides = [example(value.stride(d)) for d in view.order]
     shape = (_int(view.tokens), view.heads, view.dim)
-    hints = (_hint(view.tokens), view.heads, view.dim)
+    hints = (example(view.tokens), view.heads, view.dim)
     grouped = _view_strides(sizes, strides, hints)
     if grouped is None:  # the reshape copies: a tensor of its own
         dense = (view.heads * view.dim, view.dim, 1)
@@ -169,10 +169,3 @@ def _table_spec(table: RopeTable) -> TensorSpec:
 
 def _int(size: Any) -> int | None:
     return size if isinstance(size, int) else None
-
-
-def _hint(size: Any) -> int | None:
-    try:
-        return hint(size)
-    except NoHintError:
-        return None
