@@ -26,8 +26,8 @@ from tests.layout.checks import (
 from tests.layout.strategies import DTYPES, Geometry, Slots, build, geometries, rows, slots
 from tests.layout.test_properties import EDGE, ROWS, SCALES, other
 
-EXAMPLES = int(os.environ.get("LAYOUT_EXAMPLES", "25"))
-SMALL = 1 << 15
+EXAMPLES = int(os.environ.get("LAYOUT_EXAMPLES", "18"))
+SMALL = 1 << 14
 TRITON = Kernels(
     cache_write.kv_cache_write, prologue.rope_kv_cache, paged_attention.paged_attention, 16
 )

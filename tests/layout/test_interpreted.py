@@ -22,7 +22,7 @@ def interpreted(examples: int) -> None:
 
 
 def test_layouts_under_the_interpreter() -> None:
-    interpreted(25)
+    interpreted(18)
 
 
 @pytest.mark.slow
