@@ -164,3 +164,20 @@ def test_error_against_float64_is_that_of_the_unfused_chain() -> None:
         fused = prologue.qk_norm_rope(**args)
         for f, p, w in zip(fused, plain, want, strict=True):
             assert (f.double() - w).norm() <= 1.05 * (p.double() - w).norm()
+
+
+@pytest.mark.parametrize("given", ["numbers", "tensors"])
+def test_each_side_has_its_own_epsilon(given: str) -> None:
+    """Activations so small that epsilon decides; f32, where a wrong one cannot hide."""
+    case = change(BASE, dtype="f32", weight="f32", out_dtype="f32", cache="f32", return_key=True)
+    results = []
+    for op in (prologue.qk_norm_rope_kv_cache, reference.qk_norm_rope_kv_cache):
+        args, storage = build(case)
+        args["query"], args["key"] = args["query"] * 1e-2, args["key"] * 1e-2
+        if given == "numbers":
+            args |= {"q_eps": 1e-3, "k_eps": 1e-1}
+        else:
+            args |= {"q_eps_tensor": torch.tensor(1e-3), "k_eps_tensor": torch.tensor(1e-1)}
+        results.append((*op(**args), storage.view(torch.float32)))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, equal_nan=True)
