@@ -220,8 +220,13 @@ def paged_attention_kernel(
     split = rest % num_splits
     seq = first_seq + rest // num_splits
 
+    start = tl.load(starts_ptr + seq).to(tl.int32)
+    q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
+    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    row_first = row_block * BLOCK_M
     if not SPLIT:
-        # rows that belong to no request yield zeros; normally there are none
+        # Rows that belong to no request yield zeros; normally there are none. Behind the loads that
+        # everything waits for: a load behind this loop could not start before its end.
         first = tl.load(starts_ptr).to(tl.int32)
         last = tl.load(starts_ptr + num_seqs).to(tl.int32)
         row_size: tl.constexpr = HK * G * DV
@@ -231,11 +236,6 @@ def paged_attention_kernel(
                 at = c + tl.arange(0, 1024)
                 zero = tl.zeros([1024], out_ptr.dtype.element_ty)
                 tl.store(out_ptr + row * row_size + at, zero, mask=at < row_size)
-
-    start = tl.load(starts_ptr + seq).to(tl.int32)
-    q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
-    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
-    row_first = row_block * BLOCK_M
     if row_first >= q_len * G:
         return
 
