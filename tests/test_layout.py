@@ -122,6 +122,17 @@ def test_refusals_say_what_is_and_what_must_be(  # type: ignore[no-untyped-def]
         split_kv_cache(cache, layout, d, dv)
 
 
+def test_the_last_stride_counts_where_a_head_has_two_elements_or_more() -> None:
+    one, two = torch.zeros(2, 4, 3, 5)[..., :1], torch.zeros(2, 4, 3, 4)[..., ::2]
+    assert one.as_strided(one.shape, (60, 15, 5, 7)).stride(3) == 7
+    key, _ = split_kv_cache((one.as_strided(one.shape, (60, 15, 5, 7)), one), "NHD", 1)
+    assert key.stride(3) == 7
+    for heads in (slice(None), slice(0, 1)):
+        pair = two[:, :, heads], two[:, :, heads]
+        with pytest.raises(ValueError, match="last stride is 2, it must be 1"):
+            split_kv_cache(pair, "NHD", 2)
+
+
 def test_allocation_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="block_size is 0"):
         empty_kv_cache("NHD", 1, 0, 1, 8)

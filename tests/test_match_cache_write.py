@@ -146,6 +146,18 @@ def test_fp8_rows_and_scales_are_those_before_the_conversion() -> None:
     assert fact.key_plane.dtype == torch.float8_e4m3fn
 
 
+def test_each_scale_of_an_operation_keeps_its_side() -> None:
+    def fn(k: Any, v: Any, c: Any, s: Any, ks: Any, vs: Any) -> Any:
+        cases.write(k, v, c[0], c[1], s, ks, vs)
+        return c[0].float().sum()
+
+    gm = graph_of(fn, cases._fp8())
+    (fact,) = find_cache_writes(gm.graph)
+    assert isinstance(fact, CacheWrite)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    assert (fact.k_scale, fact.v_scale) == (inputs[4], inputs[5])
+
+
 def test_first_wrapper_version() -> None:
     from torch._inductor import config
 
