@@ -80,8 +80,10 @@ class Reason:
 
     def __str__(self) -> str:
         text = f"{self.code}: {self.message}"
-        if self.have is not None or self.need is not None:
-            text += f" (have {self.have}, need {self.need})"
+        said = (("have", self.have), ("need", self.need))
+        known = [f"{word} {value}" for word, value in said if value is not None]
+        if known:
+            text += f" ({', '.join(known)})"
         if self.node:
             text += f" [{self.node}]"
         return text

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from fusion.graph.shapes import NoHintError, hint
 from fusion.graph.surgery import SurgeryError
 from fusion.match.cache_write import find_cache_writes
-from fusion.match.facts import CacheWrite, Miss
+from fusion.match.facts import CacheWrite, Miss, Rope
 from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
 from fusion.passes.prologue.chain import Chain, read_chain, read_loose
@@ -148,6 +148,8 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
         taken.add(key.out.node)
         if isinstance(loose, Chain):
             taken |= {loose.q_rope.out.node, loose.k_rope.out.node}
+        else:  # a query beside the key is no key of its own
+            taken |= {fact.out.node for fact in loose.facts if isinstance(fact, Rope)}
         merge_loose(sites, key, loose)
     return sites
 

@@ -90,7 +90,7 @@ def command(
         data("".join(found)) if found else talk("nothing changed")
         return
     chosen = selected(report, site, pass_name).sites
-    parts = [site_diff(s) for s in chosen if s.before or s.after]
+    parts = [site_diff(s) for s in chosen if s.after]
     data("\n".join(parts)) if parts else talk("nothing changed there")
 
 

@@ -104,10 +104,11 @@ def read_loose(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Chai
     miss = Miss(reason, node, depth=4, facts=(k_rope,))
     q_rope = find_query(k_rope, finder, taken | {node})
     if isinstance(q_rope, Miss):
-        return miss
+        beside = [f for f in q_rope.facts if isinstance(f, Rope) and f.out.node is not node]
+        return replace(miss, facts=(*beside[:1], k_rope))
     chain = with_norms(Chain(None, q_rope, k_rope, None, None))
     if not chain.normed:  # rope alone is what Inductor fuses by itself
-        return replace(miss, facts=(k_rope, q_rope))
+        return replace(miss, facts=(q_rope, k_rope))
     return replace(chain, misses=(miss, *chain.misses))
 
 

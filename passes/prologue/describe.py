@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from fusion.graph.elements import cast_source
 from fusion.graph.moves import is_move
+from fusion.graph.provenance import describe as describe_nodes
 from fusion.graph.provenance import source_of
 from fusion.graph.storage import root_of
 from fusion.match.facts import CachePlane, CacheWrite, Miss, RMSNorm, Rope, TokenView
@@ -29,19 +30,8 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
     """A site where the reading ended early."""
     if not context.rewrite:
         return context.site("off", miss.node, reasons=_off_reasons(context))
-    facts: dict[str, Any] = {}
-    nodes: list[Mapping[str, Any]] = []
     found = (*miss.facts, *((write,) if write is not None and write not in miss.facts else ()))
-    for fact in found:
-        if isinstance(fact, CacheWrite):
-            facts["write"] = _write(fact)
-            nodes += _nodes(fact.nodes, "cache write")
-        elif isinstance(fact, Rope):
-            facts.setdefault("rope", _rope(fact))
-            nodes += _nodes(fact.nodes, "rope")
-        elif isinstance(fact, RMSNorm):
-            facts.setdefault("norm", _norm(fact))
-            nodes += _nodes(fact.nodes, "norm")
+    facts, nodes = _found(found)
     anchor = write.anchor or write.key.node if write is not None else miss.node
     if _no_tokens(write, miss):
         return context.site(
@@ -49,7 +39,8 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
             anchor,
             reasons=(Reason("scope.no-tokens", "the graph computes no token"),),
             facts=facts,
-            nodes=_unique(nodes),
+            nodes=_listed(nodes),
+            before=_lines(nodes),
             applicable=False,
         )
     status = _STATUS.get(miss.reason.code.split(".")[0], "missed")
@@ -61,7 +52,8 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
         anchor,
         reasons=(reason,),
         facts=facts,
-        nodes=_unique(nodes),
+        nodes=_listed(nodes),
+        before=_lines(nodes),
         depth=miss.depth,
         # A mutated buffer that gets no slots (a convolution's state, say) is listed, but nothing
         # was to be fused there; a rotated key that ends in no slot write has its own site.
@@ -113,6 +105,7 @@ def refused(
         nodes=_chain_nodes(chain),
         validation=checked.to_dict() if checked is not None else None,
         depth=10,
+        before=tuple(listing(chain)),
     )
 
 
@@ -190,7 +183,11 @@ def _only_moves_inside(node: Node, inside: frozenset[Node]) -> bool:
 
 def listing(chain: Chain) -> list[str]:
     """The nodes of a chain as text, in graph order."""
-    return [n.format_node() or n.name for n in sorted(chain_nodes(chain))]
+    return list(_lines(dict.fromkeys(chain_nodes(chain), "")))
+
+
+def _lines(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(n.format_node() or n.name for n in sorted(nodes))
 
 
 def _ladder_reasons(chain: Chain) -> tuple[Reason, ...]:
@@ -201,9 +198,9 @@ def _ladder_reasons(chain: Chain) -> tuple[Reason, ...]:
 
 
 def _facts(chain: Chain) -> dict[str, Any]:
-    facts: dict[str, Any] = {"rope": _rope(chain.k_rope)}
-    if chain.k_norm is not None:
-        facts["norm"] = _norm(chain.k_norm)
+    facts: dict[str, Any] = _of_both("rope", _rope(chain.q_rope), _rope(chain.k_rope))
+    if chain.q_norm is not None and chain.k_norm is not None:
+        facts |= _of_both("norm", _norm(chain.q_norm), _norm(chain.k_norm))
     if chain.write is not None:
         facts["write"] = _write(chain.write)
     facts["heads"] = {"query": chain.query.heads, "key": chain.key.heads, "dim": chain.key.dim}
@@ -212,8 +209,36 @@ def _facts(chain: Chain) -> dict[str, Any]:
     return facts
 
 
-def _packed(chain: Chain) -> bool:
+def _of_both(name: str, q: dict[str, Any], k: dict[str, Any]) -> dict[str, Any]:
+    """One entry where q and k are alike, else one for each."""
+    return {name: k} if q == k else {f"q {name}": q, f"k {name}": k}
 
+
+def _found(found: Sequence[object]) -> tuple[dict[str, Any], dict[Node, str]]:
+    """What a reading that ended early did find, and the fact that each node belongs to.
+
+    Of two ropes or norms the query's comes first.
+    """
+    facts: dict[str, Any] = {}
+    nodes: dict[Node, str] = {}
+    for kind, name in ((Rope, "rope"), (RMSNorm, "norm")):
+        alike = list(dict.fromkeys(f for f in found if isinstance(f, kind)))
+        texts = [_rope(f) if isinstance(f, Rope) else _norm(f) for f in alike]
+        names = [f"q {name}", f"k {name}"] if len(alike) == 2 else [name] * len(alike)
+        if len(alike) == 2:
+            facts |= _of_both(name, *texts)
+        elif alike:
+            facts[name] = texts[0]
+        for fact, label in zip(alike, names, strict=True):
+            nodes |= dict.fromkeys(fact.nodes - nodes.keys(), label)
+    for write in found:
+        if isinstance(write, CacheWrite):
+            facts["write"] = _write(write)
+            nodes |= dict.fromkeys(write.nodes - nodes.keys(), "cache write")
+    return facts, nodes
+
+
+def _packed(chain: Chain) -> bool:
     if chain.write is None:
         return root_of(chain.query.node).node is root_of(chain.key.node).node
     roots = {root_of(v.node).node for v in (chain.query, chain.key, chain.write.value)}
@@ -242,7 +267,7 @@ def _norm(norm: RMSNorm) -> dict[str, Any]:
 
 def _write(write: CacheWrite) -> dict[str, Any]:
     def plane(p: CachePlane) -> str:
-        return f"{p.base.name} {list(map(str, p.size))}"
+        return f"{p.base.name} [{', '.join(map(str, p.size))}]"
 
     return {
         "spelling": write.spelling,
@@ -260,26 +285,24 @@ def _shape(view: TokenView) -> str:
 
 
 def _chain_nodes(chain: Chain) -> tuple[Mapping[str, Any], ...]:
-    nodes: list[Mapping[str, Any]] = []
+    nodes: dict[Node, str] = {}
+    parts: list[tuple[str, frozenset[Node]]] = []
     for norm, name in ((chain.q_norm, "q norm"), (chain.k_norm, "k norm")):
         if norm is not None:
-            nodes += _nodes(norm.nodes, name)
-    nodes += _nodes(chain.q_rope.nodes, "q rope")
-    nodes += _nodes(chain.k_rope.nodes, "k rope")
+            parts.append((name, norm.nodes))
+    parts += [("q rope", chain.q_rope.nodes), ("k rope", chain.k_rope.nodes)]
     if chain.write is not None:
-        nodes += _nodes(chain.write.nodes, "cache write")
-    return _unique(nodes)
+        parts.append(("cache write", chain.write.nodes))
+    for name, some in parts:
+        nodes |= dict.fromkeys(sorted(some - nodes.keys()), name)
+    return _listed(nodes)
 
 
-def _nodes(nodes: Iterable[Node], fact: str) -> list[Mapping[str, Any]]:
-    return [
-        {"name": n.name, "target": str(n.target), "fact": fact, "source": source_of(n)}
-        for n in sorted(nodes, key=lambda n: n.name)
-    ]
-
-
-def _unique(nodes: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    seen: dict[str, Mapping[str, Any]] = {}
-    for node in nodes:
-        seen.setdefault(node["name"], node)
-    return tuple(seen.values())
+def _listed(nodes: Mapping[Node, str]) -> tuple[Mapping[str, Any], ...]:
+    """Nodes as the report lists them, fact by fact, each in graph order."""
+    facts = dict.fromkeys(nodes.values())
+    return tuple(
+        entry
+        for fact in facts
+        for entry in describe_nodes(sorted(n for n, f in nodes.items() if f == fact), fact)
+    )

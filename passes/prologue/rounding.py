@@ -15,6 +15,8 @@ import torch
 
 from fusion.config import Config
 from fusion.graph import compat
+from fusion.graph.elements import dtype_of
+from fusion.match.facts import Rope
 from fusion.passes.prologue.chain import Chain
 from fusion.reason import Reason
 
@@ -28,7 +30,9 @@ def unlike_rounding(chain: Chain, config: Config, device: str) -> Reason | None:
     rounding. Otherwise one is refused where torch's kernel is seen to round less often than the
     operation, whose result would then be the worse one. Does not depend on validation.
     """
-    ropes = [r for r in (chain.k_rope, chain.q_rope) if r.product == "complex"]
+    ropes = [
+        r for r in (chain.k_rope, chain.q_rope) if r.product == "complex" and not exact_products(r)
+    ]
     if not ropes:
         return None
     rope = ropes[0]
@@ -46,6 +50,16 @@ def unlike_rounding(chain: Chain, config: Config, device: str) -> Reason | None:
         need="products and sum rounded apart",
         node=rope.out.node.name,
     )
+
+
+def exact_products(rope: Rope) -> bool:
+    """Whether every product is a number of the rope's dtype: then only the sum is rounded.
+
+    Two 16-bit floats have at most 2 * 11 significant bits, of which float32 holds 24.
+    """
+    nodes = (rope.x.node, rope.cos.node, rope.sin.node)
+    narrow = (torch.bfloat16, torch.float16)
+    return rope.rope_dtype.itemsize >= 4 and all(dtype_of(n) in narrow for n in nodes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -87,6 +87,18 @@ def test_exact_numerics_leave_complex_products_alone():
     assert site.status == "fused"
 
 
+@pytest.mark.parametrize("numerics", ["exact", "tolerant"])
+def test_products_of_16_bit_numbers_are_exact(numerics):
+    """Whether torch rounds them first makes no difference: even a narrow one fuses."""
+    layer = Layer(dim=16, rotary=8, rope="complex_pairs")
+    program = Program((layer,))
+    report = fusion.explain(
+        compiled_function(program), make_inputs(program).x, options={"numerics": numerics}
+    )
+    (site,) = [s for s in report.sites if s.pass_name == "qk_norm_rope_kv_cache"]
+    assert (site.status, site.facts["rope"]["product"]) == ("fused", "complex"), site.reasons
+
+
 def _fuses_products(width: int) -> bool:
     """Whether torch multiplies complex rows of this width with fused multiply-adds."""
     a, b = (torch.randn(64, 4, width, dtype=torch.complex64) for _ in "ab")
