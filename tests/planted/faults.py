@@ -79,14 +79,25 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "backends/triton/",
         ("tests/test_triton_prologue.py", "tests/layout/test_interpreted.py"),
     ),
-    ("fusion/match/norm", ("tests/test_match_norm.py", "tests/test_match_mutants.py")),
+    (
+        "fusion/match/norm",
+        (
+            "tests/test_match_norm.py",
+            "tests/test_match_norm_refused.py",
+            "tests/test_match_mutants.py",
+        ),
+    ),
     (
         "fusion/match/cache",
         ("tests/test_match_cache_write.py", "tests/test_surgery.py"),
     ),
     (
         "fusion/match/",
-        ("tests/test_match_rope.py", "tests/test_match_rope_tables.py"),
+        (
+            "tests/test_match_rope.py",
+            "tests/test_match_rope_refused.py",
+            "tests/test_match_rope_tables.py",
+        ),
     ),
     ("fusion/graph/", ("tests/test_surgery.py",)),
     ("passes/", ("tests/test_pass_qk_norm_rope_kv_cache.py",)),
