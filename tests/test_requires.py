@@ -45,6 +45,7 @@ def call(target="gfx942", **changes) -> KernelCall:
         "scalar": spec((), F32),
         "thin": spec((3, 1), F32, (1, 7)),
         "symbolic": TensorSpec((None, None), F32, (None, None)),
+        "partly": TensorSpec((None, 4), F32, (None, 1)),
         "k_scale": None,
     }
     fields = {
@@ -96,8 +97,13 @@ MET = [
         ("scale", "absent", "1", "shape of k_scale"),
     ),
     (
-        UnitLastStride(("query", "scalar", "thin", "k_scale")),
-        ("unit last stride of query, scalar, thin, k_scale", "query 1, thin 7", "1", "strides"),
+        UnitLastStride(("query", "scalar", "thin", "k_scale", "partly")),
+        (
+            "unit last stride of query, scalar, thin, k_scale, partly",
+            "query 1, thin 7, partly 1",
+            "1",
+            "strides",
+        ),
     ),
     (
         OnDevice(("query", "k_scale"), "cpu"),
