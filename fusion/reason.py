@@ -157,8 +157,8 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     ),
     "gate.rotary": ("the kernel does not take this rotary width or style", "see have and need"),
     "gate.rounding": (
-        "the kernel rounds once where the graph rounds twice, and numerics='exact' forbids it",
-        "set numerics='tolerant'",
+        "kernel and graph round at different points, and numerics forbids it",
+        "set numerics='tolerant', or spell the rope in real numbers",
     ),
     "gate.scale-location": (
         "the kernel wants the fp8 scales on another device",
