@@ -280,3 +280,23 @@ def test_error_against_float64_is_that_of_the_eager_spelling() -> None:
 
 def exact_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+
+def test_an_epsilon_tensor_takes_the_place_of_its_own_number() -> None:
+    q, k, w = (rand(3, 4, 8, dtype=torch.float32, seed=i) * 1e-2 for i in range(3))
+    cos = rand(3, 8, dtype=torch.float32, seed=9)
+
+    def run(q_eps: float, k_eps: float, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.qk_norm_rope(
+            q, k, w[0, 0], w[0, 1], cos, cos, None, q_eps=q_eps, k_eps=k_eps, **NORM, **tensors,
+            **rope_args("half", 8, torch.float32),
+        )  # fmt: skip
+
+    plain, other = run(1e-3, 1e-1), run(7.0, 7.0)
+    assert not same(plain[0], other[0]) and not same(plain[1], other[1])
+    both = run(7.0, 7.0, q_eps_tensor=torch.tensor(1e-3), k_eps_tensor=torch.tensor(1e-1))
+    assert same(both[0], plain[0]) and same(both[1], plain[1])
+    one = run(7.0, 1e-1, q_eps_tensor=torch.tensor(1e-3))
+    assert same(one[0], plain[0]) and same(one[1], plain[1])
+    swapped = run(1e-3, 7.0, k_eps_tensor=torch.tensor(1e-1))
+    assert same(swapped[0], plain[0]) and same(swapped[1], plain[1])

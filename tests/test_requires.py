@@ -46,6 +46,7 @@ def call(target="gfx942", **changes) -> KernelCall:
         "thin": spec((3, 1), F32, (1, 7)),
         "symbolic": TensorSpec((None, None), F32, (None, None)),
         "partly": TensorSpec((None, 4), F32, (None, 1)),
+        "flat": spec((3, 1, 4), F32, (8, 8, 2)),
         "k_scale": None,
     }
     fields = {
@@ -164,6 +165,8 @@ UNMET = [
      "key_cache is not contiguous along its last dimension"),
     (UnitLastStride(("symbolic",), "gate.argument"), "gate.argument", "symbolic unknown", "1",
      "symbolic is not contiguous along its last dimension"),
+    (UnitLastStride(("flat",)), "gate.cache-stride", "flat 2", "1",
+     "flat is not contiguous along its last dimension"),
     (OnDevice(("query", "k_scale"), "cuda"), "gate.device", "query on cpu", "cuda",
      "query must be on cuda"),
     (AttributeIn("rope_style", ("half",)), "gate.argument", "interleaved", "half",
@@ -210,6 +213,8 @@ def test_capabilities(target, least, ok):
 
 
 def test_a_chip_whose_capability_nobody_knows_is_refused():
+    other = dataclasses.replace(call().target, vendor="other", arch="tpu")
+    assert MinCapability(80).look(dataclasses.replace(call(), target=other)).ok
     strange = dataclasses.replace(call().target, vendor="nvidia", arch="blackwell")
     assert strange.capability is None
     seen = MinCapability(0).look(dataclasses.replace(call(), target=strange))
