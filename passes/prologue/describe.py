@@ -222,7 +222,8 @@ def _found(found: Sequence[object]) -> tuple[dict[str, Any], dict[Node, str]]:
     facts: dict[str, Any] = {}
     nodes: dict[Node, str] = {}
     for kind, name in ((Rope, "rope"), (RMSNorm, "norm")):
-        alike = list(dict.fromkeys(f for f in found if isinstance(f, kind)))
+        # Told apart by where they stand: symbolic sizes have no hash.
+        alike = list({f.x.node: f for f in found if isinstance(f, kind)}.values())
         texts = [_rope(f) if isinstance(f, Rope) else _norm(f) for f in alike]
         names = [f"q {name}", f"k {name}"] if len(alike) == 2 else [name] * len(alike)
         if len(alike) == 2:

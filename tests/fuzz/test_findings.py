@@ -231,3 +231,14 @@ def test_a_stack_of_caches_read_between_its_layers():
         cache_dtype="f32", weight_dtype="f32", table_dtype="f32", extras=("cache read before",),
     )  # fmt: skip
     fused(Program((layer, layer), tokens=8, batch=1, order="bhsd-late", dtype="f32"))
+
+
+def test_a_miss_of_a_graph_with_symbolic_sizes_is_told():
+    """The facts of q and k hold symbolic sizes, which have no hash."""
+    for odd, code in (
+        ("q rope next_head", "match.rope-style"),
+        ("q rope interleaved", "match.q-k-differ"),
+    ):
+        result = run_program(Program((Layer(odd=odd),), dynamic="mark"))
+        assert result.finding is None, result.detail
+        assert code in {s[2] for s in result.statuses}, result.statuses
