@@ -67,6 +67,13 @@ def test_allocation_and_split_agree(layout: KVCacheLayout) -> None:
     assert layout.op_layout == "NHD"
 
 
+@pytest.mark.parametrize("layout", DENSE)
+def test_sizes_past_256_are_compared_by_value(layout: KVCacheLayout) -> None:
+    made = empty_kv_cache(layout, 1, 300, 1, 320, 320)
+    key, value = split_kv_cache(made, layout, 320, 320)
+    assert key.shape == value.shape == (1, 300, 1, 320)
+
+
 def test_foreign_strides_and_storage_offset_are_kept() -> None:
     store = torch.arange(4000.0)
     packed = store.as_strided((3, 2, 4, 16), (500, 200, 16, 1), 7)  # gaps between heads and blocks
@@ -88,7 +95,7 @@ def test_shuffled_passes_through_checked() -> None:
     assert KVCacheLayout.SHUFFLE.op_layout == "SHUFFLE"
     with pytest.raises(ValueError, match="multiples of 16"):
         empty_kv_cache("shuffle", 3, 8, 2, 64, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="key cache has shape"):
+    with pytest.raises(ValueError, match="key cache has shape.* 2 and 4 must be 16 and 8"):
         split_kv_cache(made, "shuffle", 128, 48)
     with pytest.raises(ValueError, match="value cache has shape"):
         split_kv_cache(made, "shuffle", 64, 64)
