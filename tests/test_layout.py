@@ -95,7 +95,7 @@ def test_shuffled_passes_through_checked() -> None:
     assert KVCacheLayout.SHUFFLE.op_layout == "SHUFFLE"
     with pytest.raises(ValueError, match="multiples of 16"):
         empty_kv_cache("shuffle", 3, 8, 2, 64, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="key cache has shape.* 2 and 4 must be 16 and 8"):
+    with pytest.raises(ValueError, match=r"key cache has shape.* 2 and 4 must be 16 and 8"):
         split_kv_cache(made, "shuffle", 128, 48)
     with pytest.raises(ValueError, match="value cache has shape"):
         split_kv_cache(made, "shuffle", 64, 64)
@@ -138,6 +138,16 @@ def test_the_last_stride_counts_where_a_head_has_two_elements_or_more() -> None:
         pair = two[:, :, heads], two[:, :, heads]
         with pytest.raises(ValueError, match="last stride is 2, it must be 1"):
             split_kv_cache(pair, "NHD", 2)
+
+
+def test_the_least_sizes_are_allowed_and_one_less_is_not() -> None:
+    assert cache_shapes("NHD", 0, 1, 1, 1, 1) == ((0, 1, 1, 1), (0, 1, 1, 1))
+    names = ("num_blocks", "block_size", "num_heads", "head_dim", "head_dim_v")
+    for i, name in enumerate(names):
+        sizes = [0, 1, 1, 1, 1]
+        sizes[i] -= 1
+        with pytest.raises(ValueError, match=f"^{name} is {sizes[i]}, it must be at least"):
+            cache_shapes("NHD", *sizes)
 
 
 def test_allocation_refuses_nonsense() -> None:
@@ -248,6 +258,12 @@ def test_slot_mapping_against_arithmetic(block: int, positions: list[int], row: 
             torch.zeros(2, dtype=torch.int64),
             torch.zeros(2),
             "sequences is torch.float32",
+        ),
+        (
+            torch.zeros(2, 2, dtype=torch.int32),
+            torch.zeros((), dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64),
+            r"\[T\] or \[B, S\]",
         ),
         (
             torch.zeros(2, 2, dtype=torch.int32),
