@@ -368,7 +368,7 @@ def run_wave(cases: list[Case], options: argparse.Namespace) -> None:
     for case in cases:
         spec = json.dumps(dataclasses.asdict(case))
         command = [sys.executable, __file__, str(options.out), "--case", spec]
-        command += ["--device", options.device]
+        command += ["--device", options.device, "--captures", str(options.captures)]
         command += ["--layers", str(options.layers)] if options.layers else []
         running[case] = subprocess.Popen(command, env=environment)
     waiting = dict(running)

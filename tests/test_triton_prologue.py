@@ -144,7 +144,7 @@ def test_hints_by_class_of_the_call():
 
     many, few = (32, 8), (8, 1)
     assert [stream(many, t) for t in (1, 16, 128, 1024, 8192)] == [0, 0, 2, 3, 3]
-    assert [stream(few, t) for t in (1, 128, 512, 1024, 8192)] == [0, 0, 2, 3, 3]
+    assert [stream(few, t) for t in (1, 128, 512, 1024, 2048, 8192)] == [0, 0, 2, 2, 3, 3]
     assert stream(few, None) == 3
 
 

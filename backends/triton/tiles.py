@@ -8,9 +8,8 @@ that it can be explained and predicted (figures: docs/performance.md):
 * Few heads: a group of heads would leave programs half empty; a program takes one head of
   several tokens.
 * Streaming hints. Stores let their lines leave L2 first once a call moves `STORE_BYTES`; loads
-  too (they are read once) from `LOAD_BYTES` or `LOAD_TOKENS` on. They gain 5 to 12 % there;
-  below, they cost as much, because what a small call touches is still in L2 and is read again
-  soon.
+  too (they are read once) from `LOAD_BYTES` on. They gain 5 to 12 % there; below, they cost as
+  much, because what a small call reads was written by the projection just before and is in L2.
 
 Nothing is tuned at run time. The choice depends on what is static in a model (heads, head size)
 and on the class of the token count, never on the exact count: a model needs at most three variants.
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 MANY_HEADS = 16
 STORE_BYTES = 2 << 20
 LOAD_BYTES = 8 << 20
-LOAD_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def choose(
     moved = 4 * head_dim * (q_heads + 2 * kv_heads) * count  # two bytes read, two written
     stream = 0
     if hints and moved >= STORE_BYTES:
-        stream = 3 if moved >= LOAD_BYTES or count >= LOAD_TOKENS else 2
+        stream = 3 if moved >= LOAD_BYTES else 2
     rows = 8 if head_dim <= 256 else 4
     if heads >= MANY_HEADS:
         return Tile(1, rows, 4, stream, "many heads: one token a program")
