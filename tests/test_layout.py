@@ -97,6 +97,8 @@ def test_shuffled_passes_through_checked() -> None:
         empty_kv_cache("shuffle", 3, 8, 2, 64, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"key cache has shape.* 2 and 4 must be 16 and 8"):
         split_kv_cache(made, "shuffle", 128, 48)
+    with pytest.raises(ValueError, match=r"dimensions 2 and 4 must be 12\.5 and 8"):
+        split_kv_cache(made, "shuffle", 100, 48)
     with pytest.raises(ValueError, match="value cache has shape"):
         split_kv_cache(made, "shuffle", 64, 64)
     with pytest.raises(ValueError, match="differ"):

@@ -659,3 +659,18 @@ def test_inductor_updates_the_cache_in_place(name: str, hook: str) -> None:
         a.numel() for a in args if isinstance(a, Tensor) and a.numel() > 2 * BATCH * T * HK * D
     )
     assert all(size < cache for size in _buffers(code)), _buffers(code)
+
+
+def test_a_buffer_that_changes_between_moved_values_is_refused() -> None:
+    from fusion.graph.refusals import refuse_side_effects
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.neg.default, (x,))
+    changed = graph.call_function(torch.ops.aten.mul_.Tensor, (x, 2))
+    last = graph.call_function(torch.ops.aten.neg.default, (first,))
+    graph.output(last)
+    with pytest.raises(SurgeryError) as caught:
+        refuse_side_effects([first], last)
+    assert (caught.value.reason.code, caught.value.reason.node) == ("safety.mutation", changed.name)
+    refuse_side_effects([last], last)

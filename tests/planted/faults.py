@@ -364,7 +364,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "reader moved before write", "a mutation stands in the chain", "fusion/graph/refusals.py",
-        (("if schema is not None and schema.is_mutable:", "if schema is None:"),),
+        (("if schema is not None and schema.is_mutable:", "if node is None:"),),
     ),
     Fault(
         "reader moved before write", "an operand that needs the result",
