@@ -34,7 +34,7 @@ from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss, Rope
 from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
-from fusion.passes.prologue.chain import Chain, read_chain, read_loose
+from fusion.passes.prologue.chain import Chain, read_chain, read_loose, written_key
 from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
 from fusion.passes.prologue.loose import find_loose_keys, merge_loose
@@ -132,11 +132,17 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
     finder = RopeFinder(graph)
     taken: set[Node] = set()
     sites: list[tuple[CacheWrite | None, Chain | Miss]] = []
-    for found in find_cache_writes(graph):
+    writes_and_misses = find_cache_writes(graph)
+    # A key that is written is nobody's query: layers of a block drafter write keys of the context,
+    # all rotated alike, that have no queries.
+    keys = [written_key(w) for w in writes_and_misses if isinstance(w, CacheWrite)]
+    written = frozenset().union(*keys)
+    for found in writes_and_misses:
         if isinstance(found, Miss):
             sites.append((None, found))
             continue
-        chain = read_chain(found, finder, frozenset(taken))
+        others = written - written_key(found)
+        chain = read_chain(found, finder, others | taken)
         if isinstance(chain, Chain):
             taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
         sites.append((found, chain))
@@ -144,7 +150,7 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
     for key in find_loose_keys(graph, frozenset(taken), writes):
         if key.out.node in taken:
             continue
-        loose = read_loose(key, finder, frozenset(taken))
+        loose = read_loose(key, finder, written | taken)
         taken.add(key.out.node)
         if isinstance(loose, Chain):
             taken |= {loose.q_rope.out.node, loose.k_rope.out.node}

@@ -377,6 +377,35 @@ def test_a_key_that_is_read_elsewhere_is_returned():
     assert site.status == "fused"
 
 
+@pytest.mark.parametrize("q_heads", [0, 1])
+def test_keys_of_several_layers_are_not_each_others_queries(q_heads):
+    """A block drafter's context: each layer writes keys, all rotated alike; queries, if there are
+    any, belong to the last layer."""
+
+    def block(q, k0, v0, k1, v1, cache0, cache1, cos, sin, slots):
+        def turn(x):
+            return ROPES["chunk"](NORMS["late"](x, torch.ones(32), 1e-6), cos, sin, 32)
+
+        fusion.ops.kv_cache_write(turn(k0), v0, cache0[0], cache0[1], slots)
+        fusion.ops.kv_cache_write(turn(k1), v1, cache1[0], cache1[1], slots)
+        return turn(q) if q_heads else cache1.sum()
+
+    torch.manual_seed(0)
+    rows = [torch.randn(5, 4, 32) for _ in range(4)]
+    caches = [torch.zeros(2, 2, 8, 4, 32) for _ in range(4)]
+    tables = torch.rand(5, 16) * 6
+    rest = (tables.cos(), tables.sin(), torch.tensor([3, -1, 9, 0, 12]))
+    q = torch.randn(5, q_heads, 32)
+    fn = torch.compile(block, backend="fusion", options={"inner": "aot_eager"})
+    a = block(q, *rows, *caches[:2], *rest)
+    b = fn(q, *rows, *caches[2:], *rest)
+    assert same_bits(a, b)
+    assert all(map(same_bits, caches[:2], caches[2:]))
+    sites = fusion.reports()[-1].sites
+    assert [s.reasons[0].code for s in sites if s.reasons] == ["match.no-query"] * (2 - q_heads)
+    assert sum(s.status == "fused" for s in sites) == q_heads
+
+
 def test_the_old_cache_read_between_the_writes_is_refused():
     def block(x):
         key, value = x.planes(variant(write="slots", layout=KVCacheLayout.NHD))

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.elements import CASTS, op_name
+from fusion.graph.moves import is_move
 from fusion.graph.storage import root_of
 from fusion.match.cache_value import before_cast
 from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
@@ -74,8 +76,8 @@ def read_chain(
 ) -> Chain | Miss:
     """The prologue that ends in ``write``, or the miss that ended the reading.
 
-    ``finder`` searches the write's graph for ropes; ``taken`` holds rope outputs that belong to
-    other layers already.
+    ``finder`` searches the write's graph for ropes; ``taken`` holds values that are not this
+    write's query: rope outputs that belong to other layers, and what other writes write.
     """
     found = _read(write, finder, taken)
     key = before_cast(write.key) if isinstance(found, Miss) else None
@@ -95,6 +97,19 @@ def _read(write: CacheWrite, finder: RopeFinder, taken: frozenset[Node]) -> Chai
     if isinstance(q_rope, Miss):
         return replace(q_rope, facts=(*q_rope.facts, k_rope, write))
     return with_norms(Chain(write, q_rope, k_rope, None, None))
+
+
+def written_key(write: CacheWrite) -> frozenset[Node]:
+    """The nodes that are the written key in another form: what was only moved or cast."""
+    nodes: set[Node] = set()
+    todo = [write.key.node]
+    while todo:
+        node = todo.pop()
+        if node not in nodes:
+            nodes.add(node)
+            if is_move(node) or op_name(node) in CASTS:
+                todo += node.all_input_nodes
+    return frozenset(nodes)
 
 
 def read_loose(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Chain | Miss:
