@@ -59,12 +59,15 @@ def source_of(values: Node, dtype: torch.dtype) -> Source | Reason:
     return Source(plain, None, (*inner, *passed))
 
 
-def before_cast(view: TokenView) -> TokenView | None:
-    """The rows before the cast that made them, or None where no cast made all of them.
+def before_cast(view: TokenView, dtype: torch.dtype) -> TokenView | None:
+    """The rows before the cast to the cache's ``dtype``, or None where no such cast made them all.
 
-    The canonical write converts to the cache's dtype itself, so rows ``[T, H, D]`` of another
-    dtype are as good as their conversion. Raises nothing: what cannot be followed is None.
+    The canonical write converts to that dtype itself, so rows ``[T, H, D]`` of another one are
+    as good as their conversion; a cast to a third dtype is a rounding of its own. Raises
+    nothing: what cannot be followed is None.
     """
+    if view.node.meta["val"].dtype != dtype:
+        return None
     try:
         frame, ref = frame_of(view)
         found = trails(ref, set(), negate=False, exact=False)

@@ -80,11 +80,13 @@ def read_chain(
     write's query: rope outputs that belong to other layers, and what other writes write.
     """
     found = _read(write, finder, taken)
-    key = before_cast(write.key) if isinstance(found, Miss) else None
+    key = None
+    if isinstance(found, Miss):
+        key = before_cast(write.key, write.key_plane.dtype)
     if isinstance(found, Chain) or key is None:
         return found
     # The cast to the cache's dtype is the write's own: q has no such cast.
-    value = before_cast(write.value) or write.value
+    value = before_cast(write.value, write.value_plane.dtype) or write.value
     wider = _read(replace(write, key=key, value=value), finder, taken)
     return wider if isinstance(wider, Chain) or wider.depth > found.depth else found
 

@@ -242,3 +242,19 @@ def test_a_miss_of_a_graph_with_symbolic_sizes_is_told():
         result = run_program(Program((Layer(odd=odd),), dynamic="mark"))
         assert result.finding is None, result.detail
         assert code in {s[2] for s in result.statuses}, result.statuses
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_cast_to_a_third_dtype_is_a_rounding_of_its_own(validate):
+    """k through float16 into a bfloat16 cache: the write's own cast is to the cache's dtype."""
+    text = "kt0, vt0 = k0, v0\n"
+
+    class Rounded(Program):
+        def source(self) -> str:
+            said = super().source()
+            assert text in said
+            return said.replace(text, "kt0, vt0 = k0.half(), v0.half()\n")
+
+    result = run_program(Rounded((Layer(),), validate=validate))
+    assert result.finding is None, result.detail
+    assert result.statuses[0][0] != "fused" and result.statuses[0][2] == "match.q-k-differ"
