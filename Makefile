@@ -10,7 +10,7 @@ MINUTES ?= 20
 PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo demo-dflash test test-slow test-gpu test-rocm test-aiter-source fuzz \
+.PHONY: help install demo demo-dflash test test-slow test-gpu test-rocm test-aiter-source fuzz planted \
 	lint types floors docs check clean
 
 help:
@@ -64,6 +64,9 @@ check: lint types floors
 docs: $(STAMP)
 	$(BIN)/python -m fusion.tools.docs
 	$(BIN)/python -m fusion.backends.aiter.doc docs/aiter.md
+
+planted: $(STAMP)
+	$(BIN)/python -m tests.planted
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
