@@ -190,8 +190,11 @@ def test_options_reach_the_pipeline(capsys):
     assert "off: config.off" in out
     out = run(capsys, "explain", GOOD, "-o", PASS + '={"max_tokens": 3}').out
     assert "profit.token-range" in out
-    out = run(capsys, "explain", GOOD, "--kernels", "nope,reference").out
-    assert "no kernel nope" in out
+    out = run(capsys, "explain", GOOD, "--kernels", "triton", "--target", "cpu").out
+    assert "runs on nvidia and amd only" in out and "reference" not in out
+    misspelt = run(capsys, "explain", GOOD, "--kernels", "tritn,reference")
+    assert misspelt.status == 2
+    assert "unknown kernel 'tritn'" in misspelt.err and "triton" in misspelt.err
 
 
 def test_no_colour_without_a_terminal_or_with_no_color(capsys, monkeypatch):
