@@ -208,5 +208,5 @@ def _mode(name: str, mode: object) -> str:
 def unknown(what: str, name: str, valid: list[str]) -> str:
     """The message of an error about a name that does not exist, with the nearest that does."""
     near = difflib.get_close_matches(name, valid, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown {what} {name!r}{hint} Valid: {', '.join(valid)}"
