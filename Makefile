@@ -69,7 +69,7 @@ planted: $(STAMP)
 	$(BIN)/python -m tests.planted
 
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --workers $(WORKERS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
