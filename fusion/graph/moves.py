@@ -157,11 +157,11 @@ def _flip(ref: Ref, a: dict[str, Any]) -> list[Ref]:
     return _one(ref, source, index)
 
 
-def _roll(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+def _roll(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
     source = a["self"]
     shape = shape_of(source)
-    if not a.get("dims"):
-        return []
+    if not a.get("dims"):  # of the flattened tensor
+        return None
     index = list(ref.index)
     for shift, dim in zip(a["shifts"], a["dims"], strict=True):
         at = axis_of(dim, len(shape))

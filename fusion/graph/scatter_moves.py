@@ -84,14 +84,12 @@ def as_strided(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
     return [ref.at(source, index, ref.part)]
 
 
-def as_strided_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref] | None:
-    """A strided window written into a dense tensor."""
+def as_strided_scatter(ref: Ref, a: dict[str, Any]) -> list[Ref]:
+    """A strided window written into a dense tensor (torch refuses one that meets itself)."""
     shape, value = shape_of(ref.node), value_of(a["self"])
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     offset, base = a.get("storage_offset"), number(value.storage_offset())
     sizes, strides = [number(s) for s in a["size"]], [number(s) for s in a["stride"]]
-    if any(s <= 0 for s in strides):
-        return None
     left = zero(len(ref.labels)) + (base - (base if offset is None else number(offset)))
     for x, stride in zip(ref.index, dense, strict=True):
         left = left + x * stride

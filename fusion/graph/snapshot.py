@@ -35,9 +35,6 @@ class Snapshot:
             for n in graph.nodes
         ]
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def changed(self) -> bool:
         """Whether any node was added, removed, moved or given other arguments since."""
         now = list(self._graph.nodes)
