@@ -172,8 +172,6 @@ class Emitter:
         node, before = table.node, self._behind(table.node)
         value = node.meta["val"]
         roles = table.roles if table.positions is None else (0, "dim")
-        if roles.count("dim") != 1:
-            raise EmitError(f"{node.name} has no dim axis")
         axis = roles.index("dim")
         start, end = table.columns
         if table.part is not None:  # cos and sin are the components of one complex table
@@ -253,13 +251,12 @@ class Emitter:
             node = self._wrapped(node, blocks * page, before)
         elif slots.kind == "index":
             node = self._batched(self._wrapped(node, page, before), slots.batch, page, before)
-        elif slots.kind == "block_offset" and slots.offset is not None:
+        else:  # block_offset
+            assert slots.offset is not None
             block = self._wrapped(node, blocks, before)
             offset = self._wrapped(slots.offset, page, before)
             start = self.call(aten.mul.Tensor, (block, self.size(page, before)), before=before)
             node = self.call(aten.add.Tensor, (start, offset), before=before)
-        else:
-            raise EmitError(f"slots of kind {slots.kind!r} are not known")
         if node.meta["val"].dim() != 1:
             node = self.call(aten.reshape.default, (node, [-1]), before=before)
         return node

@@ -170,8 +170,6 @@ class _Surgeon:
         behind = [*inputs, *sources]
         if self.write is not None:
             behind += [n for n in (self.write.anchor, *self.write.bases) if n is not None]
-        elif self.anchor is not None and not behind:
-            behind = [self.anchor]
         before = latest(behind).next
         while before.op == "placeholder":
             before = before.next
