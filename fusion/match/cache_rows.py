@@ -145,8 +145,9 @@ def _expanded_along(index: Any, dim: int) -> Node | None:
             return None
         before, after = source.meta["val"].shape, node.meta["val"].shape
         if name == "aten::expand":
+            length = after[axis]
             axis -= len(after) - len(before)
-            if axis < 0 or not cv.equal(before[axis], after[axis]):
+            if axis < 0 or not cv.equal(before[axis], length):
                 return None
         elif name == "aten::clone":
             pass
@@ -193,8 +194,7 @@ def _uncopied(values: Node) -> Node:
     """``aten.copy(old, new)`` is the new value, where it only converts nothing."""
     while cv.op_name(values) == "aten::copy":
         source = values.args[1]
-        if not isinstance(source, Node):
-            break
+        assert isinstance(source, Node)
         old, new = values.meta["val"], source.meta["val"]
         if old.dtype != new.dtype or not cv.all_equal(tuple(old.shape), tuple(new.shape)):
             break
@@ -207,13 +207,11 @@ def _no(write: RawWrite, message: str) -> Reason:
 
 
 def _index_put(
-    trace: Trace, write: RawWrite, indices: list[Any], values: Any
+    trace: Trace, write: RawWrite, indices: list[Any], values: Node
 ) -> Rows | Reason | None:
     region = write.region
     ndim = len(region.size)
     at = [i for i, x in enumerate(indices) if x is not None]
-    if not at or not all(isinstance(indices[i], Node) for i in at):
-        return _no(write, "the index is not a tensor of slots")
     tensors = [indices[i].meta["val"] for i in at]
     if any(t.dtype not in (torch.int64, torch.int32) for t in tensors):
         return _no(write, "the cache is written through a mask, not by slots")
@@ -228,8 +226,6 @@ def _index_put(
     layout = [("r", i) for i in before] + [("t", i) for i in range(len(shape))]
     layout += [("r", i) for i in after]
     expected = [shape[i] if kind == "t" else region.size[i] for kind, i in layout]
-    if not isinstance(values, Node):
-        return _no(write, "the written value is a constant")
     if len(at) > 2:
         return _no(write, "more than a block and an offset index the cache")
     nodes = [indices[i] for i in at]
@@ -335,9 +331,7 @@ def _unmerged(view: TokenView) -> TokenView | None:
     if len(shape) != view.token_dims + 2 or not cv.all_equal(shape[:-2], view.token_sizes):
         return None
     split = _view(source, tuple(range(len(shape))), view.token_dims)
-    if isinstance(split, Reason) or split.heads * split.dim != view.dim:
-        return None
-    return split
+    return split if isinstance(split, TokenView) else None
 
 
 def _fills(have: Size, need: Size) -> bool:

@@ -126,9 +126,6 @@ class Trace:
             if isinstance(value, torch.Tensor) and value.dim() >= 1:
                 self._set(node, _fresh(node))
             return
-        if node.op == "output":
-            self._read(node, node.all_input_nodes)
-            return
         if node.op != "call_function":
             self._read(node, node.all_input_nodes)
             return
@@ -153,8 +150,7 @@ class Trace:
         if name == "aten::copy_" and first is not None:
             self._copy_back(node, first)
         elif state is None:
-            if not (cv.is_getitem(node) and first in self.lost):
-                self._read(node, node.all_input_nodes)
+            self._read(node, node.all_input_nodes)
         elif name in _META_ONLY:
             return
         elif name == "aten::copy" and _replaces(node):
@@ -245,8 +241,11 @@ class Trace:
 
     def _scatter(self, node: Node, state: State) -> None:
         source = cv.arguments(node)["src"]
+        assert isinstance(source, Node)
         part = cv.scattered(state.region, node)
-        if not isinstance(source, Node) or part is None:
+        # The numbers of an as_strided_scatter mean a value that is laid out as the base is.
+        foreign = cv.op_name(node) == "aten::as_strided_scatter" and not state.strided
+        if part is None or foreign:
             self._lose(node, state)
             return
         back = self.states.get(source)
@@ -289,6 +288,7 @@ class Trace:
             self._read(node, [source])
             return
         if state is not None:
+            self.in_place.append(node)
             self._write(node, state, "opaque", "", _dtype(state.base))
         self._read(node, [n for n in node.all_input_nodes if n is not target])
 
@@ -337,8 +337,7 @@ class Trace:
 def _replaces(node: Node) -> bool:
     """Whether ``copy(old, new)`` only takes over ``new``: no conversion, no broadcasting."""
     old, new = node.args[0], node.args[1]
-    if not (isinstance(old, Node) and isinstance(new, Node)):
-        return False
+    assert isinstance(old, Node) and isinstance(new, Node)
     a, b = old.meta["val"], new.meta["val"]
     return a.dtype == b.dtype and cv.all_equal(tuple(a.shape), tuple(b.shape))
 

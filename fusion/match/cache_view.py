@@ -380,7 +380,8 @@ def scattered(region: Region, node: Node) -> Region | None:
         length = src.shape[a["dim"]]
         start, end, step = (number(a[k]) for k in ("start", "end", "step"))
         return region.slice(a["dim"], start, end, step, length)
-    return Region(numbers(a["size"]), numbers(a["stride"]), number(a["storage_offset"]))
+    offset = region.offset if a["storage_offset"] is None else number(a["storage_offset"])
+    return Region(numbers(a["size"]), numbers(a["stride"]), offset)
 
 
 def is_getitem(node: Node) -> bool:
