@@ -143,8 +143,6 @@ def gathered(table: RopeTable, frame: Frame) -> RopeTable:
     if parts is None:
         return table
     source, row, column = parts
-    if len(shape_of(source)) != 2:
-        return table
     flat = collapse(column).reshape(-1)
     if depends(collapse(column)) - {frame.dim_axis} or not np.array_equal(
         flat, flat[0] + np.arange(width)
