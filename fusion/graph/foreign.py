@@ -137,8 +137,6 @@ def _trace(node: Node) -> GraphModule | None:
 
         def call(*values: torch.Tensor) -> Any:
             def fill(a: Any) -> Any:
-                if isinstance(a, torch.SymInt):
-                    return hint(a)
                 return values[a.position] if isinstance(a, _Slot) else a
 
             return function(*tree_map(fill, args), **tree_map(fill, kwargs))

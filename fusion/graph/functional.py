@@ -79,7 +79,7 @@ def arg_views(node: Node) -> dict[str, ArgView | None]:
             views[name] = ArgView(
                 info.base_index, "slice", dim=info.dim, start=info.start, end=info.end
             )
-        elif isinstance(info, _af.AsStridedViewInfo):
+        else:  # AsStridedViewInfo
             views[name] = ArgView(
                 info.base_index,
                 "strided",

@@ -71,8 +71,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 def _shares(node: Node) -> bool:
     """Whether a reshape is a view: dense inputs are, others are judged by their strides."""
     source = node.args[0]
-    if not isinstance(source, Node):
-        return False
+    assert isinstance(source, Node)
     before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
