@@ -299,3 +299,40 @@ def test_a_lowering_that_breaks_half_way_leaves_the_opaque_call(
     assert "failed; it stays a call" in caplog.text
     torch.testing.assert_close(got, f(*x, mine, slots), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(base, mine, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("spelling", ["copied", "view", "computed"])
+def test_rows_of_the_cache_are_read_before_it_is_written(spelling: str, dynamic: bool) -> None:
+    """A context shift. Inductor takes the model's own copy out where it looks needless."""
+    made = {
+        "copied": lambda rows: rows.clone(),
+        "view": lambda rows: rows,
+        "computed": lambda rows: rows * 2,
+    }[spelling]
+
+    def shift(
+        q: torch.Tensor, kc: torch.Tensor, vc: torch.Tensor, cos: torch.Tensor,
+        sin: torch.Tensor, slots: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        k, v = (made(c.flatten(0, 1)[: slots.shape[0]]) for c in (kc, vc))
+        q, _ = ops.rope_kv_cache(
+            q, k, v, cos, sin, None, kc, vc, slots, rope_style="half", rotary_dim=16,
+            rope_dtype=torch.float32, out_dtype=torch.float32,
+        )  # fmt: skip
+        return q
+
+    def given() -> tuple[torch.Tensor, ...]:
+        g = torch.Generator().manual_seed(0)
+        q, kc, vc, cos, sin = (
+            torch.randn(shape, generator=g)
+            for shape in ((6, 4, 16), (16, 4, 2, 16), (16, 4, 2, 16), (6, 8), (6, 8))
+        )
+        return q, kc, vc, cos, sin, torch.tensor([3, 4, 5, 6, 7, 8])
+
+    want, have = given(), given()
+    expected = shift(*want)
+    result = torch.compile(shift, backend="inductor", dynamic=dynamic, fullgraph=True)(*have)
+    torch.testing.assert_close(result, expected)
+    for mine, other in zip(have[1:3], want[1:3], strict=True):
+        torch.testing.assert_close(mine, other)

@@ -98,6 +98,7 @@ def _dispatcher(overload: Any, opaque_overload: Any, choose: Choose) -> Lowering
             log.warning("no kernel chosen for %s; it stays a call", overload, exc_info=True)
             native = None
         full_args, full_kwargs = _complete(overload, args, kwargs)
+        full_args, full_kwargs = _read_first(overload, full_args, full_kwargs)
         if native is not None:
             try:
                 return native(*full_args, **{k: v for k, v in full_kwargs.items() if k != "kernel"})
@@ -125,6 +126,47 @@ def _complete(
         positional.append(kwargs.get(a.name, a.default_value))
     keyword = {a.name: kwargs.get(a.name, a.default_value) for a in arguments if a.kwarg_only}
     return tuple(positional), keyword
+
+
+def _read_first(
+    overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of those that are read from a buffer which the call writes.
+
+    The user may have copied them himself: Inductor takes the copy out where functionalisation made
+    it look needless. What is copied are rows, never a cache.
+    """
+    from torch._inductor import ir
+
+    given = dict(
+        zip((a.name for a in overload._schema.arguments), (*args, *kwargs.values()), strict=True)
+    )
+    boxes = {name: x for name, x in given.items() if isinstance(x, ir.IRNode)}
+    mutated = {
+        a.name
+        for a in overload._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }
+    written = {b for name in mutated & boxes.keys() for b in boxes[name].get_read_names()}
+    copies = {
+        name: _copied(x)
+        for name, x in boxes.items()
+        if name not in mutated and written & set(x.get_read_names())
+    }
+    positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
+    return (
+        tuple(copies.get(name, x) for name, x in zip(positional, args, strict=True)),
+        {name: copies.get(name, x) for name, x in kwargs.items()},
+    )
+
+
+def _copied(x: Any) -> Any:
+    from torch._inductor import lowering
+
+    private: Any = lowering
+    made = private.clone(x)
+    made.realize()
+    return made
 
 
 def _opaque(overload: Any, args: Sequence[Any], fakes: Sequence[Any]) -> Any:

@@ -148,7 +148,10 @@ def _written(op: str, a: Arguments) -> None:
         _fail(op, "slot_mapping", f"of length {slots.shape[0]}",
               f"at most as long as key has tokens ({key.shape[0]})")  # fmt: skip
     _cache(op, a, key.shape[1], key.shape[2], value.shape[2])
-    _apart(op, a)
+    both = a["key_cache"], a["value_cache"]
+    if storage_id(both[0]) == storage_id(both[1]) and share_bytes(*both):
+        _fail(op, "value_cache", "in memory that key_cache has a part of",
+              "apart from key_cache: both are written")  # fmt: skip
 
 
 def _once(op: str, name: str, cache: Tensor) -> None:
@@ -165,21 +168,23 @@ def _once(op: str, name: str, cache: Tensor) -> None:
               "memory in which every element exists once, because it is written")  # fmt: skip
 
 
-def _apart(op: str, a: Arguments) -> None:
-    """What is written shares no byte with anything else that the operation is given.
+def read_of_written(op: str, a: Arguments) -> tuple[str, ...]:
+    """Names of the arguments that are read and have bytes in a cache that the call writes.
 
-    Kernels read and write in no particular order. Views of one buffer that interleave (the halves
-    of a packed cache) are fine. Arguments in different storages are taken to be apart.
+    Reads come first, so these must be copied before anything is written: kernels read and write in
+    no particular order. Views of one buffer that interleave (a key beside the cache in a pool) do
+    not count. Arguments in different storages are taken to be apart.
     """
+    if op not in ("kv_cache_write", "rope_kv_cache", "qk_norm_rope_kv_cache"):
+        return ()
     tensors = {name: v for name, v in a.items() if isinstance(v, Tensor)}
     storage = {name: storage_id(tensor) for name, tensor in tensors.items()}
-    for i, written in enumerate(WRITTEN):
-        for name, tensor in tensors.items():
-            if name in WRITTEN[: i + 1] or storage[name] != storage[written]:
-                continue
-            if share_bytes(tensors[written], tensor):
-                _fail(op, name, f"in memory that {written} has a part of",
-                      f"apart from {written}, which is written")  # fmt: skip
+    return tuple(
+        name
+        for name, tensor in tensors.items()
+        if name not in WRITTEN
+        and any(storage[name] == storage[w] and share_bytes(tensors[w], tensor) for w in WRITTEN)
+    )
 
 
 def _query_key(op: str, a: Arguments) -> None:

@@ -15,7 +15,7 @@ from fusion.config import Config
 from fusion.fingerprint import digest_of, environment, package_sources
 from fusion.graph.storage import storage_id
 from fusion.kernel import Kernel, KernelCall, TensorSpec
-from fusion.ops.checks import check
+from fusion.ops.checks import check, read_of_written
 from fusion.selection import NoKernelError, find, kernels, offered, preference, select
 from fusion.target import Target
 
@@ -78,8 +78,10 @@ def choose(op: str, arguments: Mapping[str, Any]) -> Kernel:
     return kernel
 
 
-def resolve(op: str, arguments: Mapping[str, Any]) -> Kernel:
-    """Checks a call and gives its kernel; what was found is remembered.
+def resolve(op: str, arguments: Mapping[str, Any]) -> tuple[Kernel, tuple[str, ...]]:
+    """Checks a call; its kernel, and the arguments to copy first; what was found is remembered.
+
+    To be copied are those that are read and lie in a cache that is written.
 
     Both depend on nothing but the metadata of the arguments, the switches, the machine and the
     kernels that there are, so a call like an earlier one costs a look-up (some 10 microseconds
@@ -103,12 +105,12 @@ def resolve(op: str, arguments: Mapping[str, Any]) -> Kernel:
         if len(_resolved) >= 4096:  # forget rather than grow without bound with the shapes seen
             _resolved.clear()
         # The kernels are kept with the entry so that their ids stay theirs.
-        found = _resolved[key] = (choose(op, arguments), known)
-    return found[0]
+        found = _resolved[key] = (choose(op, arguments), read_of_written(op, arguments), known)
+    return found[0], found[1]
 
 
 _SWITCHES = ("FUSION_AITER", "FUSION_KV_LAYOUT", "TRITON_INTERPRET")
-_resolved: dict[Hashable, tuple[Kernel, tuple[Kernel, ...]]] = {}
+_resolved: dict[Hashable, tuple[Kernel, tuple[str, ...], tuple[Kernel, ...]]] = {}
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})

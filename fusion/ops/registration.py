@@ -67,7 +67,9 @@ def _implement(name: str, overload: Any, signature: Signature) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(args, kwargs)
-        kernel = resolve(op, arguments)
+        kernel, in_cache = resolve(op, arguments)
+        for name in in_cache:  # read before the cache is written, whatever order the kernel has
+            arguments[name] = arguments[name].clone()
         positional, keyword = SIGNATURES[op].split(arguments)
         return kernel.fn(*positional, **keyword)
 
