@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -52,6 +52,8 @@ def infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
     """Factors of any other node: by what its operands say about each dimension."""
     shape = hints(node.meta["val"].shape)
     small = tuple(done.shape)
+    if len(shape) != len(small):
+        raise RegionError("a dimension that is only dropped at the graph's size", node)
     tensors = [n for n in node.all_input_nodes if n in dims]
     if node.target is aten.stack.default:
         count = len(node.args[0])  # type: ignore[arg-type]
@@ -82,10 +84,13 @@ def infer_dims(node: Node, done: torch.Tensor, dims: dict[Node, Dims]) -> Dims:
             at = int(node.args[1]) % len(d)  # type: ignore[arg-type]
             return (*d[:at], *d[at + 1 :])
         if target in _REDUCTIONS and len(shape) < len(d):
-            gone = {int(i) % len(d) for i in node.args[1]}  # type: ignore[union-attr,arg-type]
+            given: Any = node.args[1] if len(node.args) > 1 else None
+            gone = {int(i) % len(d) for i in given or range(len(d))}
             return tuple(f for i, f in enumerate(d) if i not in gone)
         if target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
-            return _match(shape, small, [f for f in d if f], node)
+            kept = iter([f for f in d if f])
+            ones = (size == little == 1 for size, little in zip(shape, small, strict=True))
+            return tuple(() if one else next(kept) for one in ones)
     # Pointwise, reductions, cat: dimensions correspond from the right, or by position.
     out: list[tuple[Factor, ...]] = []
     for i, (size, little) in enumerate(zip(shape, small, strict=True)):
@@ -127,24 +132,9 @@ def _gathered(node: Node, dims: dict[Node, Dims]) -> Dims:
         raise RegionError("an index whose dimensions stand apart", node)
     shapes = [dims[given[i]] for i in used]
     longest = max(shapes, key=len)
-    if any(len(s) != len(longest) for s in shapes) and len(shapes) > 1:
+    if any(len(s) != len(longest) for s in shapes):
         raise RegionError("indices of unequal rank", node)
     parts = [
         max(col, key=lambda f: math.prod(b for b, _ in f)) for col in zip(*shapes, strict=True)
     ]
     return (*source[: used[0]], *parts, *source[used[-1] + 1 :])
-
-
-def _match(
-    shape: Sequence[int], small: Sequence[int], factors: list[tuple[Factor, ...]], node: Node
-) -> Dims:
-    out: list[tuple[Factor, ...]] = []
-    rest = list(factors)
-    for size, little in zip(shape, small, strict=True):
-        if size == 1 and little == 1:
-            out.append(())
-            continue
-        if not rest or math.prod(b for b, _ in rest[0]) != size:
-            raise RegionError("a size that cannot be followed", node)
-        out.append(rest.pop(0))
-    return tuple(out)
