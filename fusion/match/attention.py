@@ -270,20 +270,25 @@ _SCORES = {*_THROUGH, "aten::mul", "aten::div", "aten::add", "aten::where", "ate
 
 def _plain(node: Node, name: str) -> Attention | None:
     """``softmax(q @ k.T) @ v`` spelled out, seen from the second product."""
-    if name not in _PRODUCTS or name == "aten::baddbmm" or len(node.args) < 2:
+    if name not in _PRODUCTS or name == "aten::baddbmm":
         return None
-    left, right = node.args[0], node.args[1]
-    if not (isinstance(left, Node) and isinstance(right, Node)):
-        return None
+    left, right = _factors(node)
     scores = _softmax_input(_back(left, _THROUGH))
     if scores is None:
         return None
     product = _back(scores, _SCORES)
     if cv.op_name(product) not in _PRODUCTS:
         return None
-    query, key = product.args[-2], product.args[-1]
+    query, key = _factors(product)
     found = {"query": query, "key": key, "value": right}
     return Attention(node, "softmax", "plain", found, None, node)
+
+
+def _factors(product: Node) -> tuple[Node, Node]:
+    """What is multiplied: ``baddbmm`` adds to its first argument, others may name a dtype."""
+    first = 1 if cv.op_name(product) == "aten::baddbmm" else 0
+    left, right = list(cv.arguments(product).values())[first : first + 2]
+    return left, right
 
 
 def _back(node: Node, through: set[str], depth: int = 40) -> Node:
@@ -294,8 +299,6 @@ def _back(node: Node, through: set[str], depth: int = 40) -> Node:
         options = [a for a in parts if isinstance(a, Node)]
         if cv.op_name(node) == "aten::where":
             options = [n for n in options[1:] if _large(n)] or options
-        if not options:
-            break
         node = max(options, key=_rank)
         depth -= 1
     return node
