@@ -273,17 +273,9 @@ class PassManager:
             text = f"the graph cannot be remembered: {type(error).__name__}: {error}"
             return [Site(p.name, "refused", reasons=(Reason("internal.error", text),))]
         context = Context(
-            self.config,
-            self.target,
-            mode,
-            phase,
-            graph,
-            p.name,
-            training,
-            self._validations,
-            self._lock,
-            times,
-        )
+            self.config, self.target, mode, phase, graph, p.name, training,
+            self._validations, self._lock, times,
+        )  # fmt: skip
         changed = False
         try:
             sites = [*p.run(graph, context), *context.sites]
@@ -297,7 +289,7 @@ class PassManager:
                     raise RuntimeError(f"pass {p.name} changed a graph {why}")
         except (Exception, SystemExit) as error:
             log.debug("pass %s failed", p.name, exc_info=True)
-            sites = [self._failed(p.name, error, before)]
+            sites = self._failed(p, error, before, context)
             changed = False
         seconds = time.perf_counter() - started
         times[p.name] = times.get(p.name, 0.0) + seconds
@@ -309,12 +301,37 @@ class PassManager:
                 log.warning("fusion: the observer failed after pass %s", p.name, exc_info=True)
         return sites
 
-    def _failed(self, name: str, error: BaseException, before: Snapshot) -> Site:
+    def _failed(
+        self, p: Pass, error: BaseException, before: Snapshot, context: Context
+    ) -> list[Site]:
+        """Undo the pass, and list what it would have rewritten, each with the error."""
         text = f"{type(error).__name__}: {error}"
         if before.changed():
             before.restore()
-        log.warning("fusion: pass %s failed and was undone: %s", name, text)
-        return Site(name, "refused", reasons=(Reason("internal.error", text),))
+        log.warning("fusion: pass %s failed and was undone: %s", p.name, text)
+        reason = Reason("internal.error", text)
+        lost = [
+            dataclasses.replace(s, status="refused", reasons=(reason,)) if s.status == "off" else s
+            for s in self._listed(p, context, before)
+        ]
+        if any(reason in s.reasons for s in lost):
+            return lost
+        return [Site(p.name, "refused", reasons=(reason,)), *lost]
+
+    def _listed(self, p: Pass, context: Context, before: Snapshot) -> list[Site]:
+        """What a pass that failed sees with rewriting off; nothing where that fails too."""
+        if not context.rewrite:
+            return []
+        again = dataclasses.replace(context, mode="off", sites=[])
+        try:
+            sites = [*p.run(context.graph, again), *again.sites]
+            if not before.changed() and all(isinstance(s, Site) for s in sites):
+                return sites
+        except (Exception, SystemExit):
+            log.debug("pass %s failed again", p.name, exc_info=True)
+        if before.changed():
+            before.restore()
+        return []
 
     def check_required(self, sites: Iterable[Site]) -> None:
         """Raise :class:`FusionRequiredError` where a required pass left a site unfused."""

@@ -158,7 +158,7 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "gate.rotary": ("the kernel does not take this rotary width or style", "see have and need"),
     "gate.rounding": (
         "kernel and graph round at different points, and numerics forbids it",
-        "set numerics='tolerant', or spell the rope in real numbers",
+        "spell the rope in real numbers, or set numerics='tolerant' if it is 'exact'",
     ),
     "gate.scale-location": (
         "the kernel wants the fp8 scales on another device",
@@ -307,6 +307,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "safety.mutation": (
         "an input of the chain is mutated between its use and the write",
         "mutate it before or after the prologue",
+    ),
+    "safety.output-strides": (
+        "a rotated query or key is a graph output with strides that only its old storage gives",
+        "return a contiguous copy of it (.contiguous())",
     ),
 }
 

@@ -85,6 +85,77 @@ def test_a_broken_pass_is_undone_to_the_letter(how, caplog):
     gm.graph.lint()
 
 
+@dataclass(frozen=True)
+class TwoSites(SinToCos):
+    """Rewrites both sines, and then ``how`` says what goes wrong."""
+
+    how: str = "raise"
+
+    def run(self, graph, context):
+        sites = super().run(graph, context)
+        reason = Reason("match.rope-form", "never wanted")
+        sites.append(context.site("missed", None, layer="third", reasons=[reason]))
+        if not context.rewrite and self.how != "always":
+            return sites
+        if self.how == "output":
+            output = next(n for n in graph.nodes if n.op == "output")
+            output.args = ((next(n for n in graph.nodes if n.op == "placeholder"),) * 2,)
+            return sites
+        raise ValueError("at the very end")
+
+
+@pytest.mark.parametrize("how", ["raise", "output", "always"])
+def test_sites_of_a_pass_that_was_undone_are_listed_with_the_error(how):
+    """One bad site undoes all of them; none may vanish from the report."""
+    gm = chain()
+    before = letters(gm)
+    seen = []
+    report = manager(TwoSites(how=how), observer=seen.append).run(gm.graph)
+    assert letters(gm) == before
+    assert seen[0].sites == report.sites and not seen[0].changed
+    found = [(s.status, s.reasons[0].code) for s in report.sites]
+    if how == "always":  # it cannot even list them
+        assert found == [("refused", "internal.error")]
+        return
+    undone = ("refused", "internal.error")
+    assert found == [undone, undone, ("missed", "match.rope-form")]
+    assert [s.operation for s in report.sites] == ["cos", "cos", None]
+    assert all(s.nodes for s in report.sites[:2])
+    config = Config(passes=(("sin_to_cos", "required"),))
+    with pytest.raises(FusionRequiredError, match=r"3 site\(s\) are not fused"):
+        manager(TwoSites(how=how), config=config).run(gm.graph)
+
+
+def test_an_error_of_a_pass_without_sites_is_not_silent():
+    @dataclass(frozen=True)
+    class Late(TwoSites):
+        def run(self, graph, context):
+            sites = super().run(graph, context)  # raises where it rewrites
+            return [s for s in sites if s.status == "missed"]
+
+    first, second = manager(Late()).run(chain().graph).sites
+    assert (first.status, first.reasons[0].code) == ("refused", "internal.error")
+    assert (second.status, second.layer) == ("missed", "third")
+
+
+def test_a_pass_that_rewrites_when_it_should_only_list_is_undone_again():
+    @dataclass(frozen=True)
+    class Stubborn(TwoSites):
+        def run(self, graph, context):
+            for node in list(graph.nodes):
+                if node.target is torch.ops.aten.sin.default:
+                    node.target = torch.ops.aten.cos.default
+            if context.rewrite:
+                raise ValueError("half way")
+            return []
+
+    gm = chain()
+    before = letters(gm)
+    (site,) = manager(Stubborn()).run(gm.graph).sites
+    assert site.reasons[0].message == "ValueError: half way"
+    assert letters(gm) == before
+
+
 @given(st.integers(0, 10**6))
 def test_restoring_undoes_any_edit(seed):
     gm = chain()

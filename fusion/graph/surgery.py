@@ -12,6 +12,7 @@ outputs of the new call), so facts about later writes to the same buffer stay va
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from fusion.graph.refusals import (
 )
 from fusion.graph.shared import shared_of
 from fusion.graph.sizes import NoSuchSize
+from fusion.graph.strides import reaches_output, restride
 from fusion.graph.transaction import Transaction
 from fusion.graph.values import (
     all_equal,
@@ -250,27 +252,21 @@ class _Surgeon:
                 )
             )  # fmt: skip
         if not same_strides(old, value):
-            new = self._restride(new, old, before)
+            seen = reaches_output(view.node)
+            new = restride(new, old, functools.partial(self.emit.call, before=before), gaps=seen)
+            if seen and not same_strides(old, new.meta["val"]):
+                raise SurgeryError(
+                    Reason(
+                        "safety.output-strides",
+                        "a graph output has strides that the operation's result cannot be given",
+                        have=str(tuple(new.meta["val"].stride())),
+                        need=str(tuple(old.stride())), node=view.node.name,
+                    )
+                )  # fmt: skip
         if same_strides(old, new.meta["val"]):
             # The old metadata keeps telling which later values are views of this one.
             new.meta["val"] = old
         return new
-
-    def _restride(self, node: Node, old: torch.Tensor, before: Node) -> Node:
-        """A copy with the old value's strides: a ``view`` or an output may count on them."""
-        strides = [s if isinstance(s, int) else None for s in old.stride()]
-        if all(s is not None for s in strides):
-            order = sorted(range(old.dim()), key=lambda d: (-strides[d], d))
-        else:
-            order = list(range(old.dim()))
-        if order != list(range(old.dim())):
-            node = self.emit.call(aten.permute.default, (node, order), before=before)
-        options = {"memory_format": torch.contiguous_format}
-        node = self.emit.call(aten.clone.default, (node,), options, before=before)
-        if order != list(range(old.dim())):
-            inverse = [order.index(d) for d in range(old.dim())]
-            node = self.emit.call(aten.permute.default, (node, inverse), before=before)
-        return node
 
     def _contents(
         self, call: Node, returns: int, contents: tuple[torch.Tensor, ...], before: Node
