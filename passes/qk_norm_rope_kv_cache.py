@@ -32,6 +32,7 @@ from fusion.graph.shapes import NoHintError, hint
 from fusion.graph.surgery import SurgeryError
 from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss, Rope
+from fusion.match.forms import forms_behind
 from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
 from fusion.passes.prologue.chain import Chain, read_chain, read_loose, written_key
@@ -131,6 +132,7 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
     """What the recognisers say about every cache write and every loose key, in that order."""
     finder = RopeFinder(graph)
     taken: set[Node] = set()
+    fused: set[Node] = set()  # the written keys of the chains that were found, in every form
     sites: list[tuple[CacheWrite | None, Chain | Miss]] = []
     writes_and_misses = find_cache_writes(graph)
     # A key that is written is nobody's query: layers of a block drafter write keys of the context,
@@ -145,11 +147,12 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
         chain = read_chain(found, finder, others | taken)
         if isinstance(chain, Chain):
             taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
+            fused |= written_key(found)
         sites.append((found, chain))
     writes = [w for w, chain in sites if w is not None and isinstance(chain, Miss)]
     for key in find_loose_keys(graph, frozenset(taken), writes):
-        if key.out.node in taken:
-            continue
+        if key.out.node in fused or forms_behind(key.out.node) & taken:
+            continue  # a fused q or k that is also used in another dtype is no other key
         loose = read_loose(key, finder, written | taken)
         taken.add(key.out.node)
         if isinstance(loose, Chain):

@@ -11,31 +11,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch.fx import Graph, Node
 
 from fusion.graph.elements import (
-    Array,
-    Labels,
-    Ref,
     Unreadable,
-    along,
     cast_source,
     dtype_of,
     op_name,
     same_size,
-    sample,
     shape_of,
     value_of,
-    zero,
 )
 from fusion.graph.foreign import is_registered
 from fusion.graph.moves import is_move
-from fusion.graph.shapes import hint, pinned
+from fusion.graph.shapes import pinned
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
+from fusion.match.forms import forms_ahead
 from fusion.match.rotation import read_rope
-from fusion.match.table import entries, same_elements
+from fusion.match.same_tables import same_tables
 from fusion.match.trail import holders, keeps_elements
 from fusion.match.views import dim_view, product
 from fusion.reason import Reason
@@ -51,15 +45,19 @@ _REACH = 48
 
 
 def find_query_ropes(
-    graph: Graph, rope_of_k: Rope, finder: RopeFinder | None = None
+    graph: Graph,
+    rope_of_k: Rope,
+    finder: RopeFinder | None = None,
+    taken: frozenset[Node] = frozenset(),
 ) -> list[Rope | Miss]:
     """The ropes beside ``rope_of_k``: same cos and sin, same tokens, same layer.
 
-    Near misses (a chain that multiplies by the same cos and sin but is not such a rope) are
-    answered as :class:`Miss`. A graph with many layers should share one ``finder``, made for
-    the graph as it is.
+    Neither the key itself in another form nor a rope whose result is in ``taken`` (queries of
+    other keys, and other written keys) is one. Near misses (a chain that multiplies by the same
+    cos and sin but is not such a rope) are answered as :class:`Miss`. A graph with many layers
+    should share one ``finder``, made for the graph as it is.
     """
-    return (finder or RopeFinder(graph)).siblings(rope_of_k)
+    return (finder or RopeFinder(graph)).siblings(rope_of_k, taken)
 
 
 class RopeFinder:
@@ -69,25 +67,28 @@ class RopeFinder:
         self.graph = graph
         self._order: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self._levels: dict[frozenset[Node], tuple[dict[Node, int], dict[int, list[Node]]]] = {}
-        self._read: dict[Node, list[Rope | Miss]] = {}
+        self._results: dict[Node, list[Node]] = {}
+        self._views: dict[tuple[object, ...], list[TokenView]] = {}
+        self._ropes: dict[tuple[object, ...], Rope | Miss] = {}
 
-    def siblings(self, key: Rope) -> list[Rope | Miss]:
+    def siblings(self, key: Rope, taken: frozenset[Node] = frozenset()) -> list[Rope | Miss]:
         """See :func:`find_query_ropes`."""
         levels, products = self._tables(key)
         level = levels.get(key.out.node)
+        own = key.nodes | forms_ahead(key.out.node)
         found: list[Rope | Miss] = []
-        taken: set[Node] = set()
+        seen: set[Node] = set()
         for node in products.get(level or 0, []):
-            if node in taken or (node in key.nodes and not self._shared(node, key)):
+            if node in seen or (node in key.nodes and not self._shared(node, key)):
                 continue
-            for fact in self._chain(node, key):
+            for fact in self._chain(node, key, own, taken):
                 if isinstance(fact, Miss) and any(
                     isinstance(f, Miss) and f.node is fact.node for f in found
                 ):
                     continue  # another product of the same chain
                 found.append(fact)
                 if isinstance(fact, Rope):
-                    taken |= fact.nodes
+                    seen |= fact.nodes
         key_inputs = activations(key.x.node)
         near = [f for f in found if isinstance(f, Rope) and activations(f.x.node) & key_inputs]
         misses = [f for f in found if isinstance(f, Miss)]
@@ -104,7 +105,7 @@ class RopeFinder:
         if is_registered(node):
             return True
         behind = holders(frozenset({key.out.node}))
-        return any(n not in behind and n not in key.nodes for n in _results(node, self._order))
+        return any(n not in behind and n not in key.nodes for n in self._ends_of(node))
 
     def _tables(self, key: Rope) -> tuple[dict[Node, int], dict[int, list[Node]]]:
         """``(level of each node, products with these tables by level)``."""
@@ -126,18 +127,28 @@ class RopeFinder:
             known = self._levels[ends] = (levels, products)
         return known
 
-    def _chain(self, node: Node, key: Rope) -> list[Rope | Miss]:
-        """The rope that a product belongs to, or the nearest miss."""
+    def _chain(
+        self, node: Node, key: Rope, own: frozenset[Node], taken: frozenset[Node]
+    ) -> list[Rope | Miss]:
+        """The rope that a product belongs to, or the nearest miss; nothing for a taken one."""
         best: Miss | None = None
-        for end in _results(node, self._order):
-            if end in key.nodes:
+        joined = node in key.nodes  # with other ropes, of which one may be the query
+        for end in self._ends_of(node):
+            if end in own:
                 continue
-            for view in _views(end, key.out):
-                fact = read_rope(view, complex_tables=True)
+            if end in taken:  # before anything is read: a model has many keys that look alike
+                if joined:
+                    continue
+                return []
+            for view in self._views_of(end, key.out):
+                fact = self._rope(view)
                 if isinstance(fact, Rope):
-                    if node not in fact.nodes or fact.out.node is key.out.node:
+                    if node not in fact.nodes or fact.out.node in own:
                         continue
-                    fact = _past_casts(fact)
+                    if fact.out.node in taken:
+                        if joined:
+                            continue
+                        return []
                     if (differ := _other_form(key, fact)) is not None:
                         fact = differ
                     elif same_tables(key, fact):
@@ -150,6 +161,29 @@ class RopeFinder:
                 if best is None or fact.depth > best.depth:
                     best = fact
         return [best] if best is not None else []
+
+    # Every key asks for the same products: what does not depend on the key is kept.
+
+    def _ends_of(self, node: Node) -> list[Node]:
+        if node not in self._results:
+            self._results[node] = _results(node, self._order)
+        return self._results[node]
+
+    def _views_of(self, end: Node, key: TokenView) -> list[TokenView]:
+        # Symbolic sizes have no hash; their text is their expression.
+        sizes = tuple(map(str, key.token_sizes))
+        asked = (end, key.order, sizes, str(key.tokens), key.dim)
+        if asked not in self._views:
+            self._views[asked] = list(_views(end, key))
+        return self._views[asked]
+
+    def _rope(self, view: TokenView) -> Rope | Miss:
+        """The rope whose result is ``view``, with the cast that all readers share."""
+        asked = (view.node, view.order, view.token_dims)
+        if asked not in self._ropes:
+            fact = read_rope(view, complex_tables=True)
+            self._ropes[asked] = _past_casts(fact) if isinstance(fact, Rope) else fact
+        return self._ropes[asked]
 
 
 def _other_form(key: Rope, query: Rope) -> Miss | None:
@@ -302,58 +336,3 @@ def _same_shape(a: Node, b: Node) -> bool:
         return shape_of(a) == shape_of(b)
     except Unreadable:
         return False
-
-
-def same_tables(a: Rope, b: Rope) -> bool:
-    """Whether two ropes rotate every token by the same entries of the same cos and sin."""
-    if (a.style, a.rotary_dim) != (b.style, b.rotary_dim):
-        return False
-    if not same_size(a.out.tokens, b.out.tokens):
-        return False
-    return all(_same_table(a, x, b, y) for x, y in ((a.cos, b.cos), (a.sin, b.sin)))
-
-
-def _same_table(a: Rope, x: RopeTable, b: Rope, y: RopeTable) -> bool:
-    if (x.positions is None) != (y.positions is None) or x.part != y.part:
-        return False
-    count = 1
-    for size in a.out.token_sizes:
-        count *= hint(size)
-    tokens = sample(count)
-    if x.positions is not None and y.positions is not None:
-        if x.node is not y.node or (x.columns, x.full) != (y.columns, y.full):
-            return False
-        rows = [_flat(p, tokens) for p in (x.positions, y.positions)]
-        return same_elements(rows[0], rows[1])
-    labels = (tokens, np.arange(a.rotary_dim))
-    return same_elements(_entries(a, x, labels), _entries(b, y, labels))
-
-
-def _flat(node: Node, tokens: Array) -> Ref:
-    """Elements of a node in row-major order."""
-    index: list[Array] = []
-    left = along(tokens, 0, 1)
-    for size in reversed(shape_of(node)):
-        index.append(left % size)
-        left = left // size
-    return Ref(node, tuple(reversed(index)), (tokens,))
-
-
-def _entries(rope: Rope, table: RopeTable, labels: Labels) -> Ref:
-    """The entry of a per-token table for (flat token, rotated element)."""
-    left = along(labels[0], 0, 2)
-    positions: list[Array] = []
-    for size in reversed(rope.x.token_sizes):
-        positions.append(left % hint(size))
-        left = left // hint(size)
-    positions.reverse()
-    column = table.columns[0] + entries(rope.style, rope.rotary_dim, table.full)
-    index = tuple(
-        positions[role]
-        if isinstance(role, int)
-        else along(column, 1, 2)
-        if role == "dim"
-        else zero(2)
-        for role in table.roles
-    )
-    return Ref(table.node, index, labels, table.part)

@@ -12,11 +12,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from fusion.graph.elements import CASTS, op_name
-from fusion.graph.moves import is_move
 from fusion.graph.storage import root_of
 from fusion.match.cache_value import before_cast
 from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
+from fusion.match.forms import forms_behind
 from fusion.match.norm import read_norm
 from fusion.match.rope import RopeFinder, read_rope
 from fusion.reason import Reason
@@ -103,15 +102,7 @@ def _read(write: CacheWrite, finder: RopeFinder, taken: frozenset[Node]) -> Chai
 
 def written_key(write: CacheWrite) -> frozenset[Node]:
     """The nodes that are the written key in another form: what was only moved or cast."""
-    nodes: set[Node] = set()
-    todo = [write.key.node]
-    while todo:
-        node = todo.pop()
-        if node not in nodes:
-            nodes.add(node)
-            if is_move(node) or op_name(node) in CASTS:
-                todo += node.all_input_nodes
-    return frozenset(nodes)
+    return forms_behind(write.key.node)
 
 
 def read_loose(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Chain | Miss:
@@ -146,8 +137,8 @@ def _broken(miss: Miss, key: TokenView) -> Miss:
 
 def find_query(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Rope | Miss:
     """The rotated query that belongs to a rotated key: the nearest one not yet taken."""
-    found = finder.siblings(k_rope)
-    ropes = [r for r in found if isinstance(r, Rope) and r.out.node not in taken]
+    found = finder.siblings(k_rope, taken)
+    ropes = [r for r in found if isinstance(r, Rope)]
     differing = [_differ(r, k_rope) for r in ropes]
     for rope, miss in zip(ropes, differing, strict=True):
         if miss is None:
