@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from fusion.graph.elements import Ref, op_name, operand
+from fusion.graph.elements import Ref, dtype_of, op_name, operand
 from fusion.graph.foreign import owner
 from fusion.match.miss import No
 from fusion.match.trail import Trail, common, same_index, trails
@@ -29,8 +30,7 @@ class Walk:
 
     def of(self, ref: Ref, argument: Any) -> Ref:
         """An operand of a pointwise node, followed to where it is computed."""
-        if not isinstance(argument, Node):
-            raise No("match.no-norm", "a number where a tensor is needed", ref.node, 0)
+        assert isinstance(argument, Node)
         return self.still(operand(ref, argument))
 
     def quiet(self, ref: Ref, argument: Node) -> Ref | None:
@@ -66,15 +66,22 @@ class Walk:
 
 
 def constant_number(argument: Any) -> float | None:
-    """A number, or the number that fills a constant tensor."""
+    """A number, or the number that fills a constant tensor (as the tensor's dtype holds it)."""
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         return float(argument)
-    if isinstance(argument, Node):
-        name = op_name(argument)
-        if name in ("aten.full.default", "aten.full_like.default"):
-            return constant_number(argument.args[1])
-        if name == "aten.scalar_tensor.default":
-            return constant_number(argument.args[0])
-        if name in ("aten.ones.default", "aten.ones_like.default"):
-            return 1.0
-    return None
+    name = op_name(argument) if isinstance(argument, Node) else ""
+    if name in ("aten.ones.default", "aten.ones_like.default"):
+        return 1.0
+    if name in ("aten.full.default", "aten.full_like.default"):
+        number = constant_number(argument.args[1])
+    elif name == "aten.scalar_tensor.default":
+        number = constant_number(argument.args[0])
+    else:
+        return None
+    return None if number is None else _held(number, dtype_of(argument))
+
+
+def _held(number: float, dtype: torch.dtype) -> float:
+    """A number as a tensor holds it; itself where single precision sees no difference."""
+    held = torch.tensor(number, dtype=dtype, device="cpu").double()
+    return number if held.float() == torch.tensor(number).float() else float(held)
