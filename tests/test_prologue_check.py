@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import fusion
 from fusion.build import make_config, make_manager
@@ -57,3 +58,55 @@ def test_equal_sites_share_a_check_and_other_ones_do_not() -> None:
         reused.append(site.validation["reused"])
     assert sizes == [1, 1, 2, 2]
     assert reused == [False, True, False, True]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "spelling"),
+    [((0, 4), "op"), ((0,), "rows")],
+    ids=["no blocks", "no rows"],
+)
+def test_a_cache_without_a_slot_is_a_reason(
+    shape: tuple[int, ...], spelling: str, dynamic: bool
+) -> None:
+    """Every row is padding: there is nothing to compare, and nothing to divide by."""
+
+    def write(k: torch.Tensor, kc: torch.Tensor, vc: torch.Tensor, slots: torch.Tensor) -> None:
+        if spelling == "op":
+            fusion.ops.kv_cache_write(k, k * 2, kc, vc, slots)
+        else:
+            kc[slots], vc[slots] = k, k * 2
+
+    def fn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any):  # type: ignore[no-untyped-def]
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        write(k, *more)
+        return q
+
+    def args() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        tokens = 0 if spelling == "rows" else 6  # an index_put has no padding rows
+        rows = [torch.randn(tokens, heads, 16) for heads in (4, 2)]
+        tables = [torch.randn(tokens, 1, 8) for _ in range(2)]
+        caches = [torch.randn(*shape, 2, 16) for _ in range(2)]
+        slots = torch.full((tokens,), -1)
+        if dynamic:
+            for t in (*rows, *tables, slots):
+                torch._dynamo.maybe_mark_dynamic(t, 0)
+        return [*rows, *tables, *caches, slots]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        done = torch.compile(fn, backend="fusion", fullgraph=True, options={"inner": "aot_eager"})
+        assert torch.equal(done(*args()), fn(*args()))
+    (site,) = [s for s in fusion.reports()[-1].sites if s.pass_name == PASS]
+    codes = [r.code for r in site.reasons]
+    if spelling == "rows":
+        assert codes == ["scope.no-tokens"]
+    else:
+        assert (site.status, codes) == ("refused", ["match.validation-bound"])
+        assert "without a single slot" in site.reasons[0].message
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -25,7 +25,10 @@ _WRAPPING = {aten.index_put.default, aten._unsafe_index_put.default}
 
 
 class SmallCache:
-    """Small stand-ins for the bases of one write, their K and V views, and slots into them."""
+    """Small stand-ins for the bases of one write, their K and V views, and slots into them.
+
+    Raises :class:`RegionError` for a cache that has no small form, or no slot at all.
+    """
 
     def __init__(
         self, write: CacheWrite, small: Mapping[int, int], generator: torch.Generator
@@ -35,6 +38,8 @@ class SmallCache:
         self.small = small
         plane = write.key_plane
         blocks, block_size = hint(plane.size[0]), hint(plane.size[1])
+        if blocks == 0 or block_size == 0:
+            raise RegionError("a cache without a single slot", plane.base)
         batch = write.slots.batch
         self.sequences = 1 if batch is None else small.get(hint(batch), hint(batch))
         self.rows = self.tokens // max(1, self.sequences)
