@@ -100,12 +100,13 @@ class Config:
 
     @classmethod
     def from_options(
-        cls, options: Mapping[str, Any] | None, pass_names: Mapping[str, tuple[str, ...]]
+        cls, options: Mapping[str, Any] | None, pass_names: Mapping[str, tuple[str, ...] | None]
     ) -> Config:
         """Check an ``options`` mapping.
 
-        ``pass_names`` maps the names of the known passes to their option fields. A pass may be
-        given a mode (``"required"``) or a mapping ``{"mode": ..., field: value}``. Raises
+        ``pass_names`` maps the names of the known passes to their option fields, ``None`` where
+        nobody knows them (a broken plug-in: any option will do). A pass may be given a mode
+        (``"required"``) or a mapping ``{"mode": ..., field: value}``. Raises
         :class:`ConfigError` for an unknown key or value, naming the valid ones.
         """
         if options is not None and not isinstance(options, Mapping):
@@ -133,7 +134,7 @@ class Config:
         config.check(pass_names)
         return config
 
-    def check(self, pass_names: Mapping[str, tuple[str, ...]]) -> None:
+    def check(self, pass_names: Mapping[str, tuple[str, ...] | None]) -> None:
         """Raise :class:`ConfigError` for a value that is not valid, naming those that are.
 
         ``pass_names`` as for :meth:`from_options`. Kernel names and Inductor's options are not
@@ -144,11 +145,10 @@ class Config:
                 raise ConfigError(unknown("pass", name, sorted(pass_names)))
             _mode(name, mode)
         for name, given in self.pass_options:
+            options = pass_names.get(name, ())
             for option, _ in given:
-                if option not in pass_names.get(name, ()):
-                    raise ConfigError(
-                        unknown(f"option of {name}", option, [*pass_names.get(name, ())])
-                    )
+                if options is not None and option not in options:
+                    raise ConfigError(unknown(f"option of {name}", option, [*options]))
         for name in ("validation_seconds", "validation_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
@@ -186,13 +186,13 @@ def _norm(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pass_option(
-    name: str, value: Any, option_fields: tuple[str, ...]
+    name: str, value: Any, option_fields: tuple[str, ...] | None
 ) -> tuple[str, dict[str, Any]]:
     if isinstance(value, Mapping):
         rest = dict(value)
         mode = rest.pop("mode", "auto")
         for key in rest:
-            if key not in option_fields:
+            if option_fields is not None and key not in option_fields:
                 raise ConfigError(unknown(f"option of {name}", str(key), ["mode", *option_fields]))
     else:
         mode, rest = value, {}

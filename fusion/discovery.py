@@ -120,13 +120,14 @@ def _check_class(cls: Any) -> None:
         raise TypeError(f"the order of {cls.__name__} is {order!r}, not a number")
 
 
-def pass_names() -> dict[str, tuple[str, ...]]:
+def pass_names() -> dict[str, tuple[str, ...] | None]:
     """Known pass names with their option fields, as :meth:`Config.from_options` wants them.
 
-    Passes that are known but broken count as known (they have no options).
+    Passes that are known but broken count as known, with ``None``: any option is taken, since
+    options that were right must not become an error because the plug-in does not load.
     """
     found = discover()
-    names: dict[str, tuple[str, ...]] = {s.name: () for s in found.broken}
+    names: dict[str, tuple[str, ...] | None] = {s.name: None for s in found.broken}
     names.update({p.name: p.options for p in found.passes})
     return names
 

@@ -15,6 +15,7 @@ import fusion
 from fusion import discovery, target
 from fusion.build import make_config, make_manager
 from fusion.config import ConfigError
+from fusion.pipeline import FusionRequiredError
 from fusion.reason import Reason
 from fusion.report import GraphReport, PassStatus, Report, Site
 from fusion.target import Target
@@ -96,6 +97,26 @@ def test_annotations_that_cannot_be_read_are_not_checked(monkeypatch: pytest.Mon
     use_passes(monkeypatch, Untold)
     made = make_manager(make_config({"bare": {"size": "any"}}), CPU)
     assert made.passes == (Untold("any"),)
+
+
+@pytest.mark.usefixtures("fresh_discovery")
+@pytest.mark.parametrize("load", [lambda: 1 / 0, lambda: int], ids=["raises", "no pass"])
+@pytest.mark.parametrize("given", ["auto", "off", {"tile": 64}, {"mode": "off", "tile": [1]}])
+def test_options_of_a_pass_that_does_not_load_are_no_error(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], Any], given: Any
+) -> None:
+    """They were right before the plug-in broke; nobody can say that they are not now."""
+    with_entries(monkeypatch, FakeEntry("mine", "mine:P", "mine", load))
+    config = make_config({"mine": given})
+    config.check(discovery.pass_names())  # a Config handed in ready-made
+    broken = status(make_manager(config, CPU), "mine")
+    assert (broken.status, broken.reasons[0].code) == ("not-built", "plugin.broken")
+    with pytest.raises(ConfigError, match="unknown mode of mine"):
+        make_config({"mine": "sometimes"})
+    with pytest.raises(FusionRequiredError, match="mine is required, but was not built"):
+        make_manager(make_config({"mine": {"mode": "required", "tile": 64}}), CPU)
+    with pytest.raises(ConfigError, match="unknown option 'mines'"):
+        make_config({"mines": given})
 
 
 @pytest.mark.parametrize(
