@@ -84,7 +84,11 @@ def generated(function, inputs, *, dynamic=False) -> str:
         lowered = GraphLowering(
             graph, example_inputs=fakes, shape_env=detect_fake_mode(fakes).shape_env
         )
-        with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()):
+        with (
+            V.set_graph_handler(lowered),
+            V.set_fake_mode(detect_fake_mode(fakes)),
+            V.set_debug_handler(DebugContext()),
+        ):
             lowered.run(*fakes)
             code = lowered.codegen()[0]
     return code if isinstance(code, str) else code.value

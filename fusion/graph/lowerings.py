@@ -187,23 +187,11 @@ def _opaque(overload: Any, args: Sequence[Any], fakes: Sequence[Any]) -> Any:
 
 
 def examples() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The fake arguments of the call that is being lowered, defaults included.
-
-    Raises:
-        Decline: a node has no metadata.
-    """
+    """The fake arguments of the call that is being lowered, defaults included."""
     from torch._inductor.virtualized import V
 
     node = V.graph.current_node
-
-    def value(x: Any) -> Any:
-        if not isinstance(x, Node):
-            return x
-        if "val" not in x.meta:
-            raise Decline(f"{x} has no metadata")
-        return x.meta["val"]
-
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return _complete(node.target, args, kwargs)
 
 
