@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fusion.ops  # noqa: F401 - registers the operations
+from fusion.match.cache_trace import Trace
 from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss
 from tests import cache_cases as cases
@@ -296,6 +297,43 @@ def test_strides_put_back_into_a_copy_are_not_those_of_the_cache() -> None:
     codes = {f.reason.code: f.reason.node for f in facts if isinstance(f, Miss)}
     assert len(codes) == len(facts) == 2, facts
     assert codes["match.cache-view"] == back.name
+
+
+def test_narrow_as_an_exported_graph_may_keep_it() -> None:
+    graph = torch.fx.Graph()
+    _, _, c, _ = _module(graph)
+    planes = [_call(graph, aten.narrow.default, c, 0, i, 1) for i in range(2)]
+    trace = Trace.of(graph)
+    assert [trace.states[p].region.offset for p in planes] == [0, 32 * HK * D]
+    assert all(trace.states[p].region.size == (1, 32, HK, D) for p in planes)
+
+
+def test_views_that_count_from_the_end_or_by_an_unknown_number() -> None:
+    graph = torch.fx.Graph()
+    _, _, c, _ = _module(graph)
+    last = _call(graph, aten.select.int, c, 0, -1)
+    step = graph.placeholder("n")
+    step.meta["val"] = 2
+    by_step = graph.call_function(aten.slice.Tensor, (c, 1, 0, 2**63 - 1, step))
+    by_step.meta["val"] = c.meta["val"][:, ::2]
+    trace = Trace.of(graph)
+    assert trace.states[last].region.offset == 32 * HK * D
+    assert trace.states[by_step].region.stride == (32 * HK * D, 2 * HK * D, D, 1)
+
+
+def test_a_position_of_unknown_sign_is_no_plain_view() -> None:
+    def fn(c: Tensor, s: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        at = int(s[0].item())
+        return c.select(1, at) + 1, c[:, :: n.shape[0]] + 1
+
+    n = ints(3)
+    torch._dynamo.mark_dynamic(n, 0)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = graph_of(fn, (old(2, 32, HK, D), slots(), n)).graph
+    trace = Trace.of(graph)
+    for name in ("aten.select.int", "aten.slice.Tensor"):
+        views = [u for u in graph.nodes if str(u.target) == name and len(u.meta["val"].shape) > 2]
+        assert views and all(u in trace.lost and u not in trace.states for u in views)
 
 
 def test_a_copy_into_a_view_is_told_to_be_in_place() -> None:

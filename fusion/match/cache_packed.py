@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.shapes import pinned
 from fusion.match import cache_view as cv
 from fusion.match.cache_rows import Rows, paged, product
 from fusion.match.cache_trace import Trace
@@ -66,8 +67,8 @@ def _halves(rows: Rows, parts: list[Node], node: Node) -> tuple[Rows, Rows] | No
     out: list[Rows] = []
     start: Any = 0
     for part in parts:
-        width = part.meta["val"].shape[rows.view.order[-1]]
-        if not isinstance(width, int):
+        width = pinned(part.meta["val"].shape[rows.view.order[-1]])
+        if width is None:
             return None
         view = replace(rows.view, node=part, dim=width)
         size = (*rows.plane.size[:3], width)

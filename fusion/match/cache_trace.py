@@ -209,7 +209,7 @@ class Trace:
         self.readers.setdefault(state.base, []).append((node, state))
 
     def _split(self, node: Node, state: State) -> None:
-        regions = cv.pieces(state.region, node) or []
+        regions = cv.pieces(state.region, node)
         above = (state.region, *state.above)
         self._parts[node] = [
             None if r is None else State(state.base, state.version, r, above, state.strided)

@@ -87,7 +87,8 @@ def _converted(node: Node) -> Node | None:
     if cv.op_name(node) not in ("prims::convert_element_type", "aten::_to_copy"):
         return None
     source = node.args[0]
-    return source if isinstance(source, Node) else None
+    assert isinstance(source, Node)
+    return source
 
 
 def _plain(node: Node) -> Node:
@@ -109,8 +110,7 @@ def _unclamped(node: Node, limit: float) -> tuple[Node, tuple[Node, ...]] | None
             break
         a = cv.arguments(node)
         least, most = a.get("min"), a.get("max")
-        if any(isinstance(x, Node) for x in (least, most)):
-            return None
+        # A limit that is a node equals no number.
         if (least is not None and least != -limit) or (most is not None and most != limit):
             return None
         low, high = low or least is not None, high or most is not None

@@ -202,9 +202,7 @@ def _same(region: Region, node: Node) -> Region | None:
 
 def _copying(region: Region, node: Node) -> Region | None:
     """A copy that keeps the values: same dtype, same shape."""
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
-        return None
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     return region if before.dtype == after.dtype else None
 
 
@@ -325,21 +323,16 @@ def is_view(node: Node) -> bool:
 
 
 def derive(region: Region, node: Node) -> Region | None:
-    """The region of ``node``'s output, whose first argument covers ``region``.
+    """The region of a view's output (see :func:`is_view`), whose first argument covers ``region``.
 
-    None when the node is not a view, or one that no strides express.
+    None where no strides express it.
     """
-    rule = _VIEWS.get(_name(node)) if node.op == "call_function" else None
-    if rule is None or not isinstance(node.meta.get("val"), torch.Tensor):
-        return None
-    return rule(region, node)
+    return _VIEWS[_name(node)](region, node)
 
 
-def pieces(region: Region, node: Node) -> list[Region | None] | None:
+def pieces(region: Region, node: Node) -> list[Region | None]:
     """Regions of the outputs of ``split``, ``split_with_sizes``, ``chunk`` or ``unbind``."""
-    name = _name(node) if node.op == "call_function" else ""
-    if name not in _SPLITS:
-        return None
+    name = _name(node)
     a = arguments(node)
     d = int(a["dim"]) % len(region.size)
     values = node.meta["val"]
