@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def module_source(name: str) -> str:
     """
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if not file or name.partition(".")[0] == __name__.partition(".")[0]:
+    if not file or _own(name):
         return ""
     folder = Path(file).parent
     packaged = bool(getattr(module, "__package__", None))
@@ -52,21 +53,113 @@ def module_source(name: str) -> str:
 
 
 def function_source(function: Any) -> str:
-    """A hash over where a function (a kernel, a decomposition) is defined.
+    """A hash over what a function (a kernel, a decomposition) does; empty for built-in ones.
 
-    Its module's files, or its code where there are none (a notebook, ``exec``).
+    Covers every layer of wrappers (``functools.partial``, ``functools.wraps``, methods, objects
+    that are called): the files of its module (those of fusion are in :func:`package_sources`), or
+    its code and the globals that it names where there is no file (a notebook, ``exec``); and what
+    is bound to it: arguments of a partial, defaults, closure, attributes of the object. Of
+    tensors only dtype and shape count.
     """
-    while True:
-        inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
-        if inner is None:
-            break
-        function = inner
-    found = module_source(getattr(function, "__module__", None) or "")
-    code = getattr(function, "__code__", None)
-    if found or not isinstance(code, types.CodeType):
-        return found
-    name = str(getattr(function, "__module__", "")).partition(".")[0]
-    return "" if name == __name__.partition(".")[0] else digest_of(_code(code))
+    parts = _layers(function, {})
+    return digest_of(parts) if parts else ""
+
+
+_MOST_LAYERS = 512
+"""Objects looked at for one function: a chain may make new ones for ever."""
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...))
+
+
+def _layers(function: Any, seen: dict[int, Any]) -> list[object]:
+    """What each layer says; ``seen`` (it keeps objects, so that no id comes twice) ends a loop."""
+    if id(function) in seen or len(seen) >= _MOST_LAYERS:
+        return []
+    seen[id(function)] = function
+    if isinstance(function, functools.partial):
+        bound = [_value(v, seen) for v in (function.args, function.keywords)]
+        return ["partial", *bound, *_layers(function.func, seen)]
+    if isinstance(function, types.MethodType):
+        return ["method", _value(function.__self__, seen), *_layers(function.__func__, seen)]
+    if isinstance(function, types.FunctionType):
+        return [*_function(function, seen), *_layers(_inner(function, "__wrapped__"), seen)]
+    if isinstance(function, type):
+        found = module_source(function.__module__)
+        own = [] if found else [v for v in vars(function).values() if callable(v)]
+        return [function.__qualname__, found, *(_layers(v, seen) for v in own)]
+    call = _inner(type(function), "__call__")
+    if not isinstance(call, types.FunctionType):
+        # Built-in: it may still wrap something (``functools.lru_cache``).
+        return _layers(_inner(function, "__wrapped__"), seen)
+    state = _inner(function, "__dict__") or {}
+    parts: list[object] = ["object", *_layers(type(function), seen)]
+    parts += _layers(call, seen)
+    if "__module__" in state:  # dressed as the function that it wraps; the rest is its own affair
+        parts.append(module_source(str(state["__module__"])))
+    else:
+        parts.append(_value(state, seen))
+    return parts + [x for n in ("func", "__wrapped__") for x in _layers(_inner(function, n), seen)]
+
+
+def _function(function: types.FunctionType, seen: dict[int, Any]) -> list[object]:
+    space = function.__globals__
+    # `functools.wraps` gives a wrapper the module of what it wraps.
+    modules = {str(function.__module__), str(space.get("__name__"))}
+    found = sorted(filter(None, map(module_source, modules)))
+    parts: list[object] = [function.__qualname__, *found]
+    if not found and not any(_own(name) for name in modules):
+        names = sorted(set(_names(function.__code__)) & space.keys())
+        parts += [_code(function.__code__), *(_value(space[n], seen) for n in names)]
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            cells.append(None)
+    return [*parts, *(_value(v, seen) for v in (
+        function.__defaults__, function.__kwdefaults__, cells
+    ))]  # fmt: skip
+
+
+def _value(value: Any, seen: dict[int, Any]) -> object:
+    """What is known of a value that a function uses, equal in every process."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in seen or len(seen) >= _MOST_LAYERS:
+        return "again"
+    if isinstance(value, (tuple, list, set, frozenset, Mapping)):
+        seen[id(value)] = value
+        items = value.items() if isinstance(value, Mapping) else value
+        parts = [_value(item, seen) for item in items]
+        ordered = isinstance(value, (tuple, list))
+        return (type(value).__name__, parts if ordered else sorted(map(repr, parts)))
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return (type(value).__name__, str(value.dtype), str(tuple(value.shape)))
+    if callable(value):
+        return _layers(value, seen)
+    try:
+        return repr(value)
+    except Exception:
+        return type(value).__qualname__
+
+
+def _inner(function: Any, name: str) -> Any:
+    try:
+        return getattr(function, name, None)
+    except Exception:  # a property of somebody else
+        return None
+
+
+def _own(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _code(code: types.CodeType) -> tuple[object, ...]:
