@@ -280,3 +280,68 @@ def test_no_tokens() -> None:
     fact = read_rope(view)
     assert isinstance(fact, Miss)
     assert "empty" in fact.reason.message
+
+
+ROWS, SLOT = "rows: kv_cache_write takes fewer slots than rows", "rows: give the rows that are not"
+CUTS: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "last rows": (lambda k: k[:4], "rows", "4 rows", f"6 {ROWS}"),
+    "front rows": (lambda k: k[3:], "rows", "3 rows", f"6 {SLOT}"),
+    "front rows by split": (lambda k: k.split([2, 4])[1], "rows", "4 rows", f"6 {SLOT}"),
+    "every other row": (lambda k: k[::2], "rows", "3 rows", f"6 {SLOT}"),
+    "one row": (lambda k: k[2:3], "rows", "1 rows", f"6 {SLOT}"),
+    "half of the heads": (lambda k: k[:, 2:], "heads", "2 heads of 32", "all that was rotated"),
+    "every other head": (lambda k: k[:, ::2], "heads", "2 heads of 32", "all that was rotated"),
+    "all but one head": (lambda k: k[:, :1], "heads", "1 heads of 32", "all that was rotated"),
+    "one head of one row": (
+        lambda k: k[1:2, 1:2], "a part", "1 heads of 32", "all that was rotated"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(CUTS))
+def test_what_is_cut_off_is_named(kind: str) -> None:
+    """Only rows at the end are a matter of the number of slots."""
+    cut, what, have, need = CUTS[kind]
+
+    def fn(k: Any, c: Any, s: Any) -> Any:
+        return cut(by_chunks(k, c, s))
+
+    traced = trace(fn, value(6, 4, 32), torch.rand(6, 1, 16), torch.rand(6, 1, 16))
+    miss = read_rope(traced.view("thd", 0))
+    assert isinstance(miss, Miss)
+    assert miss.reason.code == "match.value"
+    assert f"cuts {'' if what == 'a part' else 'rotated '}{what}" in miss.reason.message
+    assert miss.reason.have == have
+    assert str(miss.reason.need).startswith(need)
+
+
+@pytest.mark.parametrize(
+    ("cut", "need"),
+    [
+        (lambda k: k[:1], f"6 {ROWS}"),  # the whole last sequence
+        (lambda k: k[:, :2], f"6 {SLOT}"),  # the end of every sequence
+    ],
+)
+def test_rows_cut_off_every_sequence_are_not_the_last_ones(
+    cut: Callable[[Any], Any], need: str
+) -> None:
+    def fn(k: Any, c: Any, s: Any) -> Any:
+        return cut(by_chunks(k, c, s))
+
+    args = (value(2, 3, 4, 32), torch.rand(2, 3, 1, 16), torch.rand(2, 3, 1, 16))
+    miss = read_rope(trace(fn, *args).view("bshd", 0))
+    assert isinstance(miss, Miss)
+    assert miss.reason.code == "match.value"
+    assert str(miss.reason.need).startswith(need)
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [1, 0, 2, 3]])
+def test_rows_in_another_order_are_not_called_cut_off(order: list[int]) -> None:
+    def fn(k: Any, c: Any, s: Any) -> Any:
+        rotated = by_chunks(k, c, s)
+        return torch.stack([rotated[i] for i in order])
+
+    args = (value(6, 4, 32), torch.rand(6, 1, 16), torch.rand(6, 1, 16))
+    miss = read_rope(trace(fn, *args).view("thd", 0))
+    assert isinstance(miss, Miss)
+    assert miss.reason.code == "match.token-order"

@@ -9,7 +9,6 @@ the graph spells it: rotate_half, chunks, strided slices, stacks, complex produc
 
 from __future__ import annotations
 
-import math
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +29,7 @@ from fusion.graph.elements import (
     shape_of,
 )
 from fusion.graph.foreign import is_inner, owner
+from fusion.match.cuts import moved_or_cut
 from fusion.match.facts import Miss, Rope, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.near import not_a_rope
@@ -178,31 +178,6 @@ class _Reading:
 
     # --- with x chosen --------------------------------------------------------------------------
 
-    def _reordering(self) -> Node | None:
-        """The node after which tokens and heads no longer stand in the result's own order."""
-        heads = [p.head for p in self.pieces]
-        before: Node | None = None
-        for node in common(heads):
-            parts = [(t.labels, hop.ref.index) for t in heads if (hop := t.at(node)) is not None]
-            index = assemble(parts, self.labels)
-            if index is None or view_at(self.frame, node, index, self.labels) is None:
-                return before
-            before = node
-        return before
-
-    def _moved(self, mover: Node) -> No:
-        """Why rows behind ``mover`` are not the rotated ones: some were cut off, or all moved."""
-        rows = self.frame.heads * self.frame.dim
-        there = [math.prod(shape_of(n)) for n in (mover, *mover.all_input_nodes[:1])]
-        if len(there) == 2 and there[1] > there[0]:
-            have, need = (f"{count // rows} rows" for count in there)
-            return No(
-                "match.value", f"{mover.name} cuts rotated rows off before they are used",
-                mover, 3, have=have, need=f"{need}: kv_cache_write takes fewer slots than rows",
-            )  # fmt: skip
-        message = f"{mover.name} puts the rotated rows into another order"
-        return No("match.token-order", message, mover, 3)
-
     def _with(
         self,
         out: TokenView,
@@ -220,8 +195,9 @@ class _Reading:
         index = assemble(parts, self.labels)
         x = index and view_at(self.frame, x_node, index, self.labels, merged=merged)
         if not x:
-            if (mover := self._reordering()) is not None:
-                raise self._moved(mover)
+            moved = moved_or_cut(self.frame, self.labels, [p.head for p in self.pieces])
+            if moved is not None:
+                raise moved
             raise No(
                 "match.rope-form",
                 f"the rotated value is not [tokens, {self.frame.heads}, {self.frame.dim}] "
