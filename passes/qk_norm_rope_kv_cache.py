@@ -32,7 +32,7 @@ from fusion.graph.shapes import NoHintError, hint
 from fusion.graph.surgery import SurgeryError
 from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss, Rope
-from fusion.match.forms import forms_behind
+from fusion.match.forms import forms_behind, forms_of
 from fusion.match.rope import RopeFinder
 from fusion.passes.prologue import describe
 from fusion.passes.prologue.chain import Chain, read_chain, read_loose, written_key
@@ -159,6 +159,8 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
             taken |= {loose.q_rope.out.node, loose.k_rope.out.node}
         else:  # a query beside the key is no key of its own
             taken |= {fact.out.node for fact in loose.facts if isinstance(fact, Rope)}
+            if written & forms_of(key.out.node):
+                continue  # it is written, in another form: that write has a site
         merge_loose(sites, key, loose)
     return sites
 

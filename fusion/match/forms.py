@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
-from fusion.graph.elements import CASTS, op_name
+from fusion.graph.elements import CASTS, op_name, value_of
 from fusion.graph.moves import is_move
 
 
@@ -21,16 +22,29 @@ def forms_behind(node: Node) -> frozenset[Node]:
     return frozenset(forms)
 
 
-def forms_ahead(node: Node) -> frozenset[Node]:
-    """The node, and the values that are forms of it (also those that it is only a part of)."""
+def forms_of(node: Node) -> frozenset[Node]:
+    """The whole value in every form, before it and after it, and the parts of it alone."""
     forms = {node}
     todo = [node]
     while todo:
-        for user in todo.pop().users:
-            if user not in forms and _is_form(user):
-                forms.add(user)
-                todo.append(user)
+        at = todo.pop()
+        near = [n for n in at.all_input_nodes if _is_form(at) and _count(n) == _count(at)]
+        near += [n for n in at.users if _is_form(n) and not _is_joined(n)]
+        todo += [n for n in near if n not in forms]
+        forms.update(near)
     return frozenset(forms)
+
+
+def _is_joined(node: Node) -> bool:
+    """Whether other values stand beside in the result."""
+    counts = [_count(n) for n in node.all_input_nodes]
+    return len(counts) > 1 and _count(node) not in counts
+
+
+def _count(node: Node) -> str:
+    """Number of elements (symbolic ones have no hash; their text is their expression)."""
+    value = value_of(node)
+    return str(value.numel()) if isinstance(value, torch.Tensor) else node.name
 
 
 def _is_form(node: Node) -> bool:

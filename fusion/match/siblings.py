@@ -27,7 +27,7 @@ from fusion.graph.foreign import is_registered
 from fusion.graph.moves import is_move
 from fusion.graph.shapes import pinned
 from fusion.match.facts import Miss, Rope, RopeTable, TokenView
-from fusion.match.forms import forms_ahead
+from fusion.match.forms import forms_of
 from fusion.match.rotation import read_rope
 from fusion.match.same_tables import same_tables
 from fusion.match.trail import holders, keeps_elements
@@ -75,7 +75,7 @@ class RopeFinder:
         """See :func:`find_query_ropes`."""
         levels, products = self._tables(key)
         level = levels.get(key.out.node)
-        own = key.nodes | forms_ahead(key.out.node)
+        own = key.nodes | forms_of(key.out.node)
         found: list[Rope | Miss] = []
         seen: set[Node] = set()
         for node in products.get(level or 0, []):
