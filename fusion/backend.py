@@ -107,10 +107,10 @@ def inductor_passes(
     ``torch._inductor.config.patch(...)``. The passes that are installed when this is called
     stay and run first; nothing is set globally. ``existing`` names them where they are not in
     ``torch._inductor.config`` but in patches of your own. Graphs show up in
-    :func:`fusion.reports` when they are compiled. On a hit of Inductor's cache no pass runs: the
-    graph is then listed with ``cached=True`` and the reason ``cache.no-report`` (only
-    ``backend="fusion"`` knows the sites of such a graph). For AOTInductor see
-    docs/extending.md.
+    :func:`fusion.reports` when they are compiled. On a hit of Inductor's cache no pass runs, and
+    nor does one where the compile fails before it or there is nothing to compile: a graph whose
+    key was asked for is then listed with ``cached=True`` and the reason ``cache.no-report``
+    (only ``backend="fusion"`` knows the sites of a hit). For AOTInductor see docs/extending.md.
     """
     from torch._inductor import config as inductor_config
 
@@ -144,8 +144,8 @@ class _Unattended:
             entry.graphs.append(graph)
 
     def asked(self) -> None:
-        """A compile cache is about to look. If it finds the code, no pass will run and this is
-        all that is ever seen of the compile."""
+        """A compile cache is about to look. If no pass runs then (it finds the code, the compile
+        fails earlier, there is nothing to compile), this is all that is ever seen of it."""
         context = compat.compile_context()
         if context is None:  # somebody reads the key out of curiosity
             return
@@ -213,7 +213,8 @@ def _from_store(key: store.Key | None) -> list[GraphReport]:
 def _no_report() -> GraphReport:
     reason = Reason(
         "cache.no-report",
-        "the compiled code came from a compile cache, and no report is stored with it",
+        "no pass of fusion ran after the compile cache asked for the key: "
+        "a hit, a failed compile, or nothing to compile",
     )
     return GraphReport("", phase="post_grad", reasons=(reason,))
 

@@ -92,8 +92,9 @@ class Reason:
 # code: (meaning, remedy). Sorted by prefix. Keep sentences short: they are table cells.
 _BUILTIN: dict[str, tuple[str, str]] = {
     "cache.no-report": (
-        "the compiled code came from a compile cache that holds no report for it",
-        "clear the compile cache (TORCHINDUCTOR_CACHE_DIR) to see the sites",
+        "no pass of fusion ran after the compile cache asked for the key: a hit, a failed compile, "
+        "or nothing to compile",
+        "clear the compile cache (TORCHINDUCTOR_CACHE_DIR) to see the sites of a hit",
     ),
     "config.off": ("the pass is switched off in the options", "set the pass to auto or required"),
     "config.training": (

@@ -34,7 +34,8 @@ def to_text(
     if not report.graphs:
         lines.append("no graph was compiled")
     for graph in report.graphs:
-        cached = ", from the compile cache" if graph.cached else ""
+        unknown = any(r.code == "cache.no-report" for r in graph.reasons)  # perhaps no hit at all
+        cached = ", from the compile cache" if graph.cached and not unknown else ""
         lines += ["", f"graph {graph.id or '-'} ({graph.phase}{cached}): {_tally(graph.sites)}"]
         lines += [f"  {r}" for r in graph.reasons]
         groups = graph.groups()

@@ -175,3 +175,26 @@ def test_somebody_elses_compile_is_listed_once_whatever_the_cache_says(
     assert [r.graphs[0].cached for r in reports] == [False, True, False]
     assert [[s.status for s in r.sites] for r in reports] == [["fused"], [], ["fused"]]
     assert [r.code for r in reports[1].graphs[0].reasons] == ["cache.no-report"]
+
+
+def test_a_compile_that_fails_before_the_pass_is_not_called_a_hit() -> None:
+    """The cache asked and no pass ran: that is all that is known, and all that is said."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Failing(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            raise RuntimeError("their pass fails")
+
+        def uuid(self) -> str:
+            return "failing"
+
+    registry.REGISTRY.clear()
+    torch._dynamo.reset()
+    patches = {**fusion.inductor_passes(existing=Failing()), "fx_graph_cache": True}
+    with pytest.raises(Exception, match="their pass fails"), torch.no_grad():
+        torch.compile(lambda x: x.sin() + 1, options=patches)(torch.ones(3))
+    (report,) = fusion.reports(clear=True)
+    (reason,) = report.graphs[0].reasons
+    assert reason.code == "cache.no-report"
+    assert "a hit, a failed compile, or nothing to compile" in reason.message
+    assert "from the compile cache" not in report.to_text()
