@@ -235,7 +235,7 @@ def test_sizes_dtypes_and_zero_tokens_recompile_and_stay_right() -> None:
         seen.append(len(fusion.reports()))
     ids = [r.graphs[0].id for r in fusion.reports()]
     assert len(set(ids)) == len(ids) == seen[-1]
-    assert seen[-1] == seen[-2] or seen[-1] <= 7  # a size that was there before compiles nothing
+    assert seen[-1] == seen[-2]  # a size that was there before compiles nothing
     for report in fusion.reports():
         (site,) = [s for s in report.sites if s.pass_name == FUSED]
         if site.status != "fused":  # the graph for zero tokens

@@ -221,12 +221,13 @@ def _join(
     for row in (key, value):
         whole_dtype = row.write.base.meta["val"].dtype
         if row.write.dtype != whole_dtype or not row.write.dtype.is_floating_point:
-            reason = Reason(
-                "match.cache-view", "the cache is bytes that are written as another dtype",
-                have=str(whole_dtype),
-                need="an input of the stored dtype: view the bytes before the compiled function",
-                node=row.write.base.name,
-            )  # fmt: skip
+            text = "the cache is bytes that are written as another dtype"
+            need = "an input of the stored dtype: view the bytes before the compiled function"
+            if whole_dtype.is_floating_point:  # stored in its own dtype, as bytes
+                text = f"the cache is written through a view as {row.write.dtype}"
+                need = "write with fusion.ops.kv_cache_write"
+            node = row.write.base
+            reason = Reason("match.cache-view", text, str(whole_dtype), need, node.name)
             return Miss(reason, row.write.node, 1)
     roots: dict[Node, Node] = {}
     for base, version in before.items():

@@ -78,6 +78,33 @@ def test_bytes_that_are_viewed_in_the_graph_are_right_and_the_report_says_why(dt
     assert reason.node
 
 
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_cache_that_is_written_as_bytes_names_the_operation_that_needs_none(dtype):
+    """The cache has its dtype already: there is no buffer of bytes to view in front."""
+
+    def fn(x, key_cache, value_cache):
+        q, k, v = rotated(x)
+        for cache, rows in ((key_cache, k), (value_cache, v)):
+            stored = rows.float().clamp(-200, 200).to(dtype).view(torch.uint8)
+            cache.view(torch.uint8)[x.slots] = stored
+        return q
+
+    def caches():
+        return [torch.zeros(4096, *rows.shape[1:]).to(dtype) for rows in rotated(inputs(G0))[1:]]
+
+    mine, other = caches(), caches()
+    got = torch.compile(fn, backend="fusion", options={"inner": "aot_eager"})(inputs(G0), *mine)
+    assert same_bits(got, fn(inputs(G0), *other))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(mine, other, strict=True)
+    )
+    reasons = [r for s in fusion.reports()[-1].sites for r in s.reasons]
+    (reason,) = [r for r in reasons if r.code == "match.cache-view"]
+    assert (reason.have, reason.need) == (str(dtype), "write with fusion.ops.kv_cache_write")
+    assert "torch.uint8" in reason.message
+
+
 def test_an_operation_never_guesses_what_bytes_mean():
     x, cache = make(FP8[0])
     key, value = split_kv_cache(cache, "PACKED", 32)
