@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     pair = Speculator(
         target, drafter, len(prompts), longest, args.page_size, args.layout, compile=compile
     )
+    if compile:
+        print("compiling three graphs ...", flush=True)
     for attempt in ("first", "again"):
         start = time.perf_counter()
         result = pair.generate(prompts, args.max_new_tokens)

@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     compile = None
     if args.compile:
         compile = {"backend": "fusion", "options": {"inner": args.inner}}
+        print("compiling prefill and decode ...", flush=True)
     for attempt in ("first", "again"):
         start = time.perf_counter()
         tokens = generate(model, prompts, args.max_new_tokens, cache, compile=compile)

@@ -124,7 +124,8 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     ),
     "gate.backend-unavailable": (
         "the kernel's package is missing or broken here",
-        "install the package named under need",
+        "install the package named under need; for another machine, name it in the target "
+        "(gfx942,aiter=0.1.20)",
     ),
     "gate.block-size": ("the kernel does not take this page size", "use a block size under need"),
     "gate.cache-dtype": (
@@ -151,6 +152,10 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     "gate.kv-layout": (
         "the kernel does not take this KV-cache layout",
         "use a layout named under need",
+    ),
+    "gate.operation": (
+        "the named kernel does not implement this operation",
+        "name a kernel under need as well, or leave the preference to fusion",
     ),
     "gate.qkv-packed": (
         "the kernel wants q, k and v as one packed tensor",
@@ -212,7 +217,8 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     ),
     "match.no-cache-write": (
         "no slot write to a KV cache follows this rope",
-        "use a static or paged cache instead of a dynamic one",
+        "use a static or paged cache instead of a dynamic one, allocated before the graph runs "
+        "(transformers' StaticCache: early_initialization, or one eager step)",
     ),
     "match.no-norm": (
         "there is no QK norm before the rope",

@@ -36,8 +36,12 @@ def to_text(
     for graph in report.graphs:
         unknown = any(r.code == "cache.no-report" for r in graph.reasons)  # perhaps no hit at all
         cached = ", from the compile cache" if graph.cached and not unknown else ""
-        lines += ["", f"graph {graph.id or '-'} ({graph.phase}{cached}): {_tally(graph.sites)}"]
-        lines += [f"  {r}" for r in graph.reasons]
+        lines += [
+            "",
+            f"graph {graph.id or '-'} ({graph.phase}{cached}): {_tally(graph.sites, unknown)}",
+        ]
+        for reason in graph.reasons:
+            lines += [f"  {reason}", f"    remedy: {reason.remedy}"]
         groups = graph.groups()
         if all_sites:
             rows = [(where(s), s.pass_name, summary(s)) for s in graph.sites]
@@ -89,9 +93,9 @@ def _header(report: Report) -> str:
     )
 
 
-def _tally(sites: Sequence[Site]) -> str:
+def _tally(sites: Sequence[Site], unknown: bool = False) -> str:
     if not sites:
-        return "no KV-cache write, no attention call"
+        return "sites unknown" if unknown else "no KV-cache write, no attention call"
     counts: dict[str, int] = {}
     for site in sites:
         word = site.status if site.applicable else "left alone"

@@ -176,8 +176,9 @@ def preference(call: KernelCall) -> tuple[str, ...]:
 def select(call: KernelCall) -> Selection:
     """Choose the first accepted kernel in order of preference.
 
-    Names in ``config.kernels`` that no backend offers for this operation are reported as
-    candidates with ``gate.backend-unavailable``; nothing raises here.
+    A name in ``config.kernels`` that no backend offers for this operation is a candidate with the
+    reason ``gate.operation``, or ``gate.backend-unavailable`` where none offers it for any; nothing
+    raises here.
     """
     chosen: Kernel | None = None
     candidates: list[Candidate] = []
@@ -189,14 +190,17 @@ def select(call: KernelCall) -> Selection:
             if name in lost:
                 candidates.append(Candidate(name, False, (lost[name],)))
             elif name in call.config.kernels:
-                known = ", ".join(by_name) or "none"
-                reason = Reason(
-                    "gate.backend-unavailable", f"no kernel {name} for {call.op}", name, known
-                )
-                candidates.append(Candidate(name, False, (reason,)))
+                candidates.append(Candidate(name, False, (_no_such(name, call.op, list(by_name)),)))
             continue
         reasons = tuple(kernel.requires.unmet(call))
         candidates.append(Candidate(name, not reasons, reasons))
         if not reasons and chosen is None:
             chosen = kernel
     return Selection(chosen, tuple(candidates))
+
+
+def _no_such(name: str, op: str, known: list[str]) -> Reason:
+    need = f"one of {', '.join(known)}" if known else None
+    if any(k.name == name for k in kernels()):
+        return Reason("gate.operation", f"{name} does not implement {op}", need=need)
+    return Reason("gate.backend-unavailable", f"no backend offers a kernel {name}", need=need)

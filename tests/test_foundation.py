@@ -356,6 +356,15 @@ def test_a_named_kernel_that_is_not_there_is_a_reason(registry):
         selection.find("kv_cache_write", "cutlass")
 
 
+def test_a_named_kernel_of_another_operation_is_a_reason(registry):
+    registry(reference=[kernel("reference")], other=[kernel("writer", op="rope_kv_cache")])
+    config = Config(kernels=("writer", "reference"))
+    found = selection.select(call(op="kv_cache_write", config=config))
+    assert found.kernel is not None and found.kernel.name == "reference"
+    (reason,) = found.candidates[0].reasons
+    assert (reason.code, reason.need) == ("gate.operation", "one of reference")
+
+
 def test_two_owners_of_one_name_are_an_error(registry):
     registry(one=[kernel("same")], two=[kernel("same")])
     with pytest.raises(selection.DuplicateBackendError, match="standin_one and standin_two"):
