@@ -210,23 +210,17 @@ class Emitter:
             node = self.call(aten.reshape.default, (node, shape), before=before)
         return node
 
-    def positions(self, node: Node, tokens: TokenViewLike, rows: Any) -> Node:
-        """Integer positions into a table of ``rows`` rows, as ``[tokens]``.
+    def positions(self, node: Node, rows: Any) -> Node:
+        """Integer positions, one per token in their order, into a table of ``rows`` rows: ``[T]``.
 
         A negative one counts from the end, as in torch's own indexing; the canonical operation
         would clamp it.
         """
-        key = ("positions", node, tuple(map(str, tokens.token_sizes)), str(rows))
-        return self.once(key, lambda: self._positions(node, tokens, rows))
+        return self.once(("positions", node, str(rows)), lambda: self._positions(node, rows))
 
-    def _positions(self, node: Node, tokens: TokenViewLike, rows: Any) -> Node:
+    def _positions(self, node: Node, rows: Any) -> Node:
         value, before = node.meta["val"], self._behind(node)
-        if not known(_product(value.shape) == tokens.tokens):
-            if value.dim() > len(tokens.token_sizes):
-                raise EmitError(f"{node.name} does not hold one position per token")
-            shape = [self.size(s, before) for s in tokens.token_sizes]
-            node = self.call(aten.expand.default, (node, shape), before=before)
-        if node.meta["val"].dim() != 1:
+        if value.dim() != 1:
             node = self.call(aten.reshape.default, (node, [-1]), before=before)
         return self._wrapped(node, rows, before)
 

@@ -228,9 +228,9 @@ class _Surgeon:
         if kind is SlotsLike:
             assert self.write is not None
             return self.emit.slots(given, self.write.key_plane)
-        if name == "positions" and isinstance(given, Node) and self.tokens is not None:
+        if name == "positions" and isinstance(given, Node):
             table = self.operands["cos"].node.meta["val"]
-            return self.emit.positions(given, self.tokens, table.shape[0])
+            return self.emit.positions(given, table.shape[0])
         return given
 
     def _item(self, call: Node, index: int, before: Node) -> Node:
