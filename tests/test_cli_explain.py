@@ -45,7 +45,8 @@ def test_text(capsys, monkeypatch, name, arguments):
 def test_a_miss_names_reason_node_line_facts_and_remedy(capsys):
     out = run(capsys, "explain", MIXED, "--pass", PASS).out
     assert "match.rope-sign" in out
-    assert "| cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)" in out  # where that sin comes from
+    assert "second half: -sin, needs +sin" in out
+    assert "| return torch.cat((a * cos - b * sin, b * cos - a * sin), -1)  # second sign" in out
     assert "remedy: check the sign of rotate_half" in out
     assert "read: write:" in out
     assert "at mean_5 tests/mutations.py:" in out

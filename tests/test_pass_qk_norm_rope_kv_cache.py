@@ -317,7 +317,9 @@ def test_rotations_of_another_kind(monkeypatch, rope, code, validate):
     outcome = run(variant(rope="bad"), options={"validate": validate})
     assert outcome.site.status == "missed"
     assert outcome.site.reasons[0].code.startswith(code)
-    assert outcome.site.reasons[0].node
+    # What is named is drawn.
+    assert outcome.site.reasons[0].node in {n["name"] for n in outcome.site.nodes}
+    assert any(f"%{outcome.site.reasons[0].node} " in line for line in outcome.site.before)
     outcome.assert_equal()
 
 

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from torch.fx import Node
 
 from fusion.graph.elements import Array, Labels, same_size
 from fusion.graph.foreign import is_inner
 from fusion.match.facts import RopeTable, TokenView
 from fusion.match.miss import No, opaque, opaque_node
+from fusion.match.signs import Factor, Pair, Side, sides, wrong_sign
 from fusion.match.table import gathered, halved, read_table
-from fusion.match.trail import Hop, Trail, assemble, common
+from fusion.match.trail import assemble, common
 from fusion.match.views import Frame
-
-
-@dataclass(frozen=True, eq=False)
-class Factor:
-    """One term of a rotated piece: x at the chosen node, the table's trail, the term's sign."""
-
-    x: Hop
-    table: Trail
-    sign: int
-
-
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A rotated piece as its own-position term and its partner term."""
-
-    labels: Labels
-    own: Factor
-    partner: Factor
 
 
 def along_dim(values: Array, frame: Frame) -> Array:
@@ -75,7 +57,7 @@ def _candidates(
     A gather's result follows its table.
     """
     factors = [p.partner if partner else p.own for p in pairs]
-    wrong: Node | None = None
+    wrong: list[Side] = []  # as seen from the nearest table
     found = False
     for node in reversed(common([f.table for f in factors], inner=True)):
         hops = [h for f in factors if (h := f.table.at(node)) is not None]
@@ -87,8 +69,9 @@ def _candidates(
         table = read_table(frame, node, index, labels, style, parts.pop())
         if table is None:
             continue
-        if not _signs_fit(frame, pairs, factors, hops, style, len(labels[-1]), partner):
-            wrong = node
+        signed = sides(frame, pairs, hops, style, len(labels[-1]), partner)
+        if any(s.wrong for s in signed):
+            wrong = signed
             continue
         found = True
         table = halved(table, frame, style)
@@ -98,28 +81,8 @@ def _candidates(
         yield table
         if not is_inner(node):
             return
-    if not found and wrong is not None:
-        name = "sin" if partner else "cos"
-        raise No("match.rope-sign", f"{name} enters with the other sign", wrong, 6)
-
-
-def _signs_fit(
-    frame: Frame,
-    pairs: list[Pair],
-    factors: list[Factor],
-    hops: list[Hop],
-    style: str,
-    rotary: int,
-    partner: bool,
-) -> bool:
-    """Whether every element's term has the sign of a turn in the usual direction."""
-    for pair, factor, hop in zip(pairs, factors, hops, strict=True):
-        dims = pair.labels[frame.dim_axis]
-        minus = (dims < rotary // 2) if style == "half" else dims % 2 == 0
-        want = np.where(minus & partner, -1, 1)
-        if not (want == factor.sign * factor.x.sign * hop.sign).all():
-            return False
-    return True
+    if wrong and not found:
+        raise wrong_sign(wrong, style, partner=partner, depth=6)
 
 
 def _no_table(name: str, factors: list[Factor]) -> No:

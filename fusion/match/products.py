@@ -37,11 +37,15 @@ _SUMS = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1, "aten.rsub.Tensor": -1}
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """``sign`` times the product of one or two factors, at the samples of the factors."""
+    """``sign`` times the product of one or two factors, at the samples of the factors.
+
+    ``flips`` are the sums and negations that flipped the sign, innermost first.
+    """
 
     sign: int
     factors: tuple[Trail, ...]
     node: Node
+    flips: tuple[Node, ...] = ()
 
     def only(self, labels: Labels) -> Term:
         """The same term for fewer samples."""
@@ -100,7 +104,7 @@ def _sums(ref: Ref, depth: int, seen: set[Node]) -> list[_Sum]:
     if depth < _MAX_DEPTH:
         flipped = negated(ref)
         if flipped is not None:
-            return [_scaled(s, flipped[1]) for s in _sums(flipped[0], depth, seen)]
+            return [_scaled(s, flipped[1], node) for s in _sums(flipped[0], depth, seen)]
         if name in _SUMS:
             return _added(ref, depth, seen, real)
         if name in _FUSED:
@@ -124,10 +128,11 @@ def _leaf(ref: Ref, seen: set[Node]) -> list[_Sum]:
     return [_Sum(t.labels, (Term(1, (t,), ref.node),), frozenset()) for t in trails(ref, seen)]
 
 
-def _scaled(part: _Sum, sign: int) -> _Sum:
+def _scaled(part: _Sum, sign: int, node: Node) -> _Sum:
     if sign == 1:
         return part
-    return replace(part, terms=tuple(replace(t, sign=t.sign * sign) for t in part.terms))
+    terms = (replace(t, sign=t.sign * sign, flips=(*t.flips, node)) for t in part.terms)
+    return replace(part, terms=tuple(terms))
 
 
 def _added(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Sum]:
@@ -140,7 +145,7 @@ def _added(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Su
     sign = alpha * (1 if op_name(ref.node) == "aten.add.Tensor" else -1)
     return _joined(
         _sums(operand(ref, left), depth + 1, seen),
-        [_scaled(s, sign) for s in _sums(operand(ref, right), depth + 1, seen)],
+        [_scaled(s, sign, ref.node) for s in _sums(operand(ref, right), depth + 1, seen)],
         real,
     )
 
@@ -154,7 +159,9 @@ def _fused(ref: Ref, depth: int, seen: set[Node], real: torch.dtype) -> list[_Su
         return _leaf(ref, seen)
     product = _product(ref, x, y, seen, real)
     joined = _joined(
-        _sums(operand(ref, added), depth + 1, seen), [_scaled(s, value) for s in product], real
+        _sums(operand(ref, added), depth + 1, seen),
+        [_scaled(s, value, ref.node) for s in product],
+        real,
     )
     return [replace(s, fused=ref.node) for s in joined]
 

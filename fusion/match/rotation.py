@@ -33,8 +33,9 @@ from fusion.match.cuts import moved_or_cut
 from fusion.match.facts import Miss, Rope, TokenView
 from fusion.match.miss import No, opaque, opaque_node
 from fusion.match.near import not_a_rope
-from fusion.match.pairs import Factor, Pair, along_dim, by_tokens_of, find_tables
+from fusion.match.pairs import along_dim, by_tokens_of, find_tables
 from fusion.match.products import REAL, Piece, Term, pieces_of
+from fusion.match.signs import Factor, Pair
 from fusion.match.trail import Trail, assemble, between, common, holders, trails
 from fusion.match.views import Frame, frame_of, view_at
 from fusion.reason import Reason
@@ -235,7 +236,7 @@ class _Reading:
         for term, (x, table) in zip(piece.terms, splits, strict=True):
             hop = x.at(x_node)
             assert hop is not None  # x_node is common to all trails
-            factors.append(Factor(hop, table, term.sign))
+            factors.append(Factor(hop, x, table, term))
             dims = piece.labels[frame.dim_axis]
             own.append(
                 any(
@@ -253,7 +254,7 @@ class _Reading:
             raise No("match.rope-style", message, piece.terms[0].node, 3)
         if own[1]:
             factors.reverse()
-        return Pair(piece.labels, *factors)
+        return Pair(piece.labels, factors[0], factors[1], piece.head)
 
     def _style(self, pairs: list[Pair], x: TokenView) -> tuple[str, int]:
         """Half-split or interleaved, and how many elements rotate."""

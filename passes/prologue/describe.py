@@ -32,6 +32,8 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
         return context.site("off", miss.node, reasons=_off_reasons(context))
     found = (*miss.facts, *((write,) if write is not None and write not in miss.facts else ()))
     facts, nodes = _found(found)
+    if miss.node is not None and miss.node.op == "call_function":  # what the reason names is drawn
+        nodes.setdefault(miss.node, "")
     anchor = write.anchor or write.key.node if write is not None else miss.node
     if _no_tokens(write, miss):
         return context.site(
@@ -305,5 +307,5 @@ def _listed(nodes: Mapping[Node, str]) -> tuple[Mapping[str, Any], ...]:
     return tuple(
         entry
         for fact in facts
-        for entry in describe_nodes(sorted(n for n, f in nodes.items() if f == fact), fact)
+        for entry in describe_nodes(sorted(n for n, f in nodes.items() if f == fact), fact or None)
     )
