@@ -38,7 +38,7 @@ from fusion.passes.prologue import describe
 from fusion.passes.prologue.chain import Chain, read_chain, read_loose, written_key
 from fusion.passes.prologue.check import Checked, check
 from fusion.passes.prologue.emit import emit
-from fusion.passes.prologue.loose import find_loose_keys, merge_loose
+from fusion.passes.prologue.loose import find_loose_keys, is_told, merge_loose, near_key
 from fusion.passes.prologue.operation import kernel_call, operation_of
 from fusion.passes.prologue.rounding import unlike_rounding
 from fusion.pipeline import Context
@@ -151,6 +151,10 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
         sites.append((found, chain))
     writes = [w for w, chain in sites if w is not None and isinstance(chain, Miss)]
     for key in find_loose_keys(graph, frozenset(taken), writes):
+        if isinstance(key, Miss):
+            if not is_told(near_key(key).node, written | taken):
+                sites.append((None, key))
+            continue
         if key.out.node in fused or forms_behind(key.out.node) & taken:
             continue  # a fused q or k that is also used in another dtype is no other key
         loose = read_loose(key, finder, written | taken)

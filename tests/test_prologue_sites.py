@@ -160,6 +160,90 @@ def test_a_second_key_beside_a_fused_site_is_still_told() -> None:
     assert second[1].reason.code == "match.no-cache-write"
 
 
+# --- nearly a rope, and no slot write -----------------------------------------------------------
+
+
+def turn_wrong(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos + b * sin, b * cos + a * sin), -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cached: Tensor | None = None) -> Tensor:
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if cached is not None:
+        k, v = torch.cat((cached, k), 2), torch.cat((cached, v), 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dynamic_cache", [False, True])
+def test_a_key_that_is_nearly_a_rope_has_a_site(dynamic_cache: bool) -> None:
+    """Its layer must be in the report: without the wrong sign it would be, as a loose key."""
+
+    def fn(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        cached = kc[:7].transpose(0, 1)[None] if dynamic_cache else None
+        q, k = turn_wrong(norm(q), cos, sin), turn_wrong(norm(k), cos, sin)
+        return attend(q, k, v, cached), k
+
+    ((write, miss),) = read_sites(graph_of(fn, inputs()).graph)
+    assert write is None and isinstance(miss, Miss)
+    assert miss.reason.code == "match.rope-sign"
+    assert miss.reason.message == "first half: +sin, needs -sin"
+    assert miss.node is not None and str(miss.node.target) == "aten.add.Tensor"
+    assert tuple(loose.near_key(miss).node.meta["val"].shape) == (T, HK, D)
+
+
+def test_the_site_of_a_key_that_is_nearly_a_rope_is_missed() -> None:
+    def fn(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        return attend(turn_wrong(q, cos, sin), turn_wrong(k, cos, sin), v)
+
+    assert statuses(fn, f32) == [("missed", None)]
+
+
+def test_a_key_without_a_rope_has_no_site() -> None:
+    def plain(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        return attend(q, k, v)
+
+    def normed(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        return attend(norm(q), norm(k) * cos.mean() + k * sin.mean(), v)
+
+    def gated(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        gate = torch.cat((cos, sin), -1)
+        return attend(q, k * gate + v * (1 - gate), v)
+
+    for fn in (plain, normed, gated):
+        assert read_sites(graph_of(fn, inputs()).graph) == []
+
+
+def test_a_wrong_key_that_is_written_is_told_once() -> None:
+    def fn(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        q, k = turn_wrong(q, cos, sin), turn_wrong(k, cos, sin)
+        kc[slots] = k
+        vc[slots] = v
+        return attend(q, k, v)
+
+    ((write, miss),) = read_sites(graph_of(fn, inputs()).graph)
+    assert isinstance(write, CacheWrite) and isinstance(miss, Miss)
+    assert miss.reason.code == "match.rope-sign"
+
+
+def test_a_rope_that_has_its_site_is_not_told_again_behind_a_factor() -> None:
+    def fn(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        q, k = turn(norm(q), cos, sin), turn(norm(k), cos, sin)
+        return attend(q, k * 0.5, v), k
+
+    ((_, chain),) = read_sites(graph_of(fn, inputs()).graph)
+    assert isinstance(chain, Chain)
+
+
+def test_a_rope_before_a_factor_is_told() -> None:
+    def fn(q, k, v, cos, sin, kc, vc, slots):  # type: ignore[no-untyped-def]
+        return attend(turn(q, cos, sin), turn(k, cos, sin) * 0.5, v)
+
+    ((_, miss),) = read_sites(graph_of(fn, inputs()).graph)
+    assert isinstance(miss, Miss)
+    assert miss.reason.code == "match.rope-form" and "stands after" in miss.reason.message
+
+
 # --- cost -----------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ def missed(context: Context, miss: Miss, write: CacheWrite | None = None) -> Sit
     facts, nodes = _found(found)
     if miss.node is not None and miss.node.op == "call_function":  # what the reason names is drawn
         nodes.setdefault(miss.node, "")
-    anchor = write.anchor or write.key.node if write is not None else miss.node
+    views = (f.node for f in miss.facts if isinstance(f, TokenView))
+    anchor = write.anchor or write.key.node if write is not None else next(views, miss.node)
     if _no_tokens(write, miss):
         return context.site(
             "missed",
