@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fusion.ops  # noqa: F401 - registers the operations
+import fusion
 from fusion.match.cache_trace import Trace
 from fusion.match.cache_write import find_cache_writes
 from fusion.match.facts import CacheWrite, Miss
@@ -85,7 +85,13 @@ def test_a_position_that_is_read_from_a_tensor() -> None:
         start = fact.slots.start  # type: ignore[attr-defined]
         assert isinstance(start.meta["val"], torch.SymInt)
         # Nothing says that this one is not negative: it would count from the end.
-        facts = _facts(_item(None, T), _static())
+        graphs = fusion.capture(_item(None, T), *_static())
+    facts = [f for graph in graphs for f in find_cache_writes(graph.gm.graph)]
+    if (
+        len(graphs) > 1
+    ):  # torch 2.11 breaks the graph at such a slice, and its start is a number then
+        assert all(isinstance(f, CacheWrite) and isinstance(f.slots.start, int) for f in facts)
+        return
     assert [f.reason.code for f in facts if isinstance(f, Miss)] == ["match.cache-view"] * 2
     assert {f.reason.node for f in facts if isinstance(f, Miss)} == {
         "slice_scatter", "slice_scatter_1",

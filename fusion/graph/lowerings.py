@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -324,7 +325,7 @@ def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any, any_valid:
         source: int64 IR ``[N]``, 0 to T - 1.
         any_valid: bool IR, 0-dim.
     """
-    from torch._inductor import ir, lowering
+    from torch._inductor import lowering
 
     private: Any = lowering
     lowerings, aten = private.lowerings, torch.ops.aten
@@ -344,11 +345,29 @@ def put_rows(view: Any, index: Sequence[Any], rows: Any, source: Any, any_valid:
     else:
         # Copy rows and what is held into one buffer and choose by index: vectorised copies.
         tokens = rows.get_size()[0]
-        table = ir.TensorBox(ir.ConcatKernel.create([rows, held], 0))
+        table = _one_buffer([rows, held])
         last = lowerings[aten.full.default]([], tokens, dtype=torch.int64, device=view.get_device())
         chosen = lowerings[aten.where.self](any_valid, source, last)
         values = lowerings[aten._unsafe_index.Tensor](table, [chosen])
     private.index_put_impl_(view, list(index), values, False, check=True, may_realize=False)
+
+
+def _one_buffer(parts: Sequence[Any]) -> Any:
+    """IR of one buffer that holds pieces of IR, one after another along their first dimension."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    node = graph.current_node
+    # torch 2.11 looks up the pieces' memory format in the arguments of the node that is lowered;
+    # these pieces are not its arguments.
+    graph.current_node = types.SimpleNamespace(
+        args=([],), kwargs={}, meta=node.meta, target=node.target, name=node.name
+    )
+    try:
+        return ir.TensorBox(ir.ConcatKernel.create(list(parts), 0))
+    finally:
+        graph.current_node = node
 
 
 _MANY_ROWS = 16
