@@ -87,10 +87,10 @@ def test_a_position_that_is_read_from_a_tensor() -> None:
         # Nothing says that this one is not negative: it would count from the end.
         graphs = fusion.capture(_item(None, T), *_static())
     facts = [f for graph in graphs for f in find_cache_writes(graph.gm.graph)]
-    if (
-        len(graphs) > 1
-    ):  # torch 2.11 breaks the graph at such a slice, and its start is a number then
-        assert all(isinstance(f, CacheWrite) and isinstance(f.slots.start, int) for f in facts)
+    targets = [str(n.target) for graph in graphs for n in graph.gm.graph.nodes]
+    if not any("scatter" in target for target in targets):
+        # torch 2.11 ends the graph before such a slice: there is no write to be read.
+        assert facts == [] and any("_local_scalar_dense" in target for target in targets)
         return
     assert [f.reason.code for f in facts if isinstance(f, Miss)] == ["match.cache-view"] * 2
     assert {f.reason.node for f in facts if isinstance(f, Miss)} == {
