@@ -258,3 +258,14 @@ def test_a_cast_to_a_third_dtype_is_a_rounding_of_its_own(validate):
     result = run_program(Rounded((Layer(),), validate=validate))
     assert result.finding is None, result.detail
     assert result.statuses[0][0] != "fused" and result.statuses[0][2] == "match.q-k-differ"
+
+
+def test_a_complex_product_of_awkward_width_is_a_matter_of_rounding() -> None:
+    """Its rounding depends on its width: that is the reason, not that the chain is none."""
+    layer = Layer(
+        heads=8, kv_heads=4, dim=24, v_dim=24, rotary=18, qkv="split", rope="complex_pairs",
+        weight_dtype="f32", table="gather", table_dtype="bf16", cache="nhd", cache_dtype="bf16",
+        blocks=4, block_size=8,
+    )  # fmt: skip
+    result = run_program(Program((layer,), tokens=5, batch=3, order="bhsd-late", dtype="bf16"))
+    assert result.statuses == [("refused", "qk_norm_rope_kv_cache", "gate.rounding")]
