@@ -137,17 +137,16 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
     writes_and_misses = find_cache_writes(graph)
     # A key that is written is nobody's query: layers of a block drafter write keys of the context,
     # all rotated alike, that have no queries.
-    keys = [written_key(w) for w in writes_and_misses if isinstance(w, CacheWrite)]
+    keys = [written_key(w) if isinstance(w, CacheWrite) else frozenset() for w in writes_and_misses]
     written = frozenset().union(*keys)
-    for found in writes_and_misses:
+    for found, key_forms in zip(writes_and_misses, keys, strict=True):
         if isinstance(found, Miss):
             sites.append((None, found))
             continue
-        others = written - written_key(found)
-        chain = read_chain(found, finder, others | taken)
+        chain = read_chain(found, finder, (written - key_forms) | taken)
         if isinstance(chain, Chain):
             taken |= {chain.q_rope.out.node, chain.k_rope.out.node}
-            fused |= written_key(found)
+            fused |= key_forms
         sites.append((found, chain))
     writes = [w for w, chain in sites if w is not None and isinstance(chain, Miss)]
     for key in find_loose_keys(graph, frozenset(taken), writes):

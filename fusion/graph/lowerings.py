@@ -139,26 +139,22 @@ def _read_first(
     """
     from torch._inductor import ir
 
-    given = dict(
-        zip((a.name for a in overload._schema.arguments), (*args, *kwargs.values()), strict=True)
-    )
-    boxes = {name: x for name, x in given.items() if isinstance(x, ir.IRNode)}
-    mutated = {
-        a.name
-        for a in overload._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    }
-    written = {b for name in mutated & boxes.keys() for b in boxes[name].get_read_names()}
-    copies = {
-        name: _copied(x)
-        for name, x in boxes.items()
-        if name not in mutated and written & set(x.get_read_names())
-    }
-    positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
-    return (
-        tuple(copies.get(name, x) for name, x in zip(positional, args, strict=True)),
-        {name: copies.get(name, x) for name, x in kwargs.items()},
-    )
+    from fusion.graph.functional import mutated_names
+
+    mutated = set(mutated_names(overload))
+    names = [a.name for a in overload._schema.arguments]
+    flat = list(zip(names, (*args, *kwargs.values()), strict=True))
+    written: set[str] = set()
+    for name, x in flat:
+        if name in mutated and isinstance(x, ir.IRNode):
+            written |= set(x.get_read_names())
+    given = [
+        _copied(x)
+        if name not in mutated and isinstance(x, ir.IRNode) and written & set(x.get_read_names())
+        else x
+        for name, x in flat
+    ]
+    return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
 
 def _copied(x: Any) -> Any:
@@ -178,10 +174,13 @@ def _opaque(overload: Any, args: Sequence[Any], fakes: Sequence[Any]) -> Any:
     """
     from torch._inductor import lowering
 
+    from fusion.graph.functional import mutated_names
+
     private: Any = lowering  # its functions have no type annotations
     constrained, _ = private.constrain_to_fake_tensors(tuple(args), {}, tuple(fakes), {})
+    mutated = set(mutated_names(overload))
     final = [
-        old if a.alias_info is not None and a.alias_info.is_write else new
+        old if a.name in mutated else new
         for a, old, new in zip(overload._schema.arguments, args, constrained, strict=True)
     ]
     return private.fallback_handler(overload, add_to_fallback_set=False)(*final)

@@ -78,7 +78,8 @@ class Region:
                 continue
             if node.op in ("placeholder", "get_attr"):
                 if isinstance(node.meta.get("val"), torch.Tensor):
-                    raise RegionError(f"also depends on {node.name}", node)
+                    text = f"also depends on {node.name}"
+                    raise RegionError(text, node, "match.validation")
                 continue  # a size: views take theirs from the factors
             seen.add(node)
             if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
@@ -251,7 +252,9 @@ def _plain_product(a: Any, b: Any, done: torch.Tensor, node: Node) -> None:
     real = a.real * b.real - a.imag * b.imag
     imag = a.real * b.imag + a.imag * b.real
     if not (torch.equal(done.real, real) and torch.equal(done.imag, imag)):
-        raise RegionError("the rounding of a complex product depends on its width here", node)
+        # The graph is understood; nothing fixes how it rounds.
+        text = "the rounding of a complex product depends on its width here"
+        raise RegionError(text, node, "gate.rounding")
 
 
 def regroup(source: Dims, shape: Sequence[int], node: Node | None = None) -> Dims:

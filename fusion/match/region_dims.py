@@ -22,11 +22,14 @@ _GATHERS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default
 
 
 class RegionError(Exception):
-    """The region cannot be run small; ``node`` is where it stopped."""
+    """The region cannot be run small; ``node`` is where it stopped, ``code`` what that means."""
 
-    def __init__(self, message: str, node: Node | None = None) -> None:
+    def __init__(
+        self, message: str, node: Node | None = None, code: str = "match.validation-bound"
+    ) -> None:
         super().__init__(message)
         self.node = node
+        self.code = code
 
 
 def dims_of(shape: Sequence[int], small: Mapping[int, int] | None = None) -> Dims:

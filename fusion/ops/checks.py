@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion.graph.storage import storage_id
 from fusion.layout import shuffle_width
 from fusion.ops.overlap import repeats_itself, share_bytes
-from fusion.ops.schema import REQUIRED, WRITTEN
+from fusion.ops.schema import MUTATED, REQUIRED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -175,15 +175,16 @@ def read_of_written(op: str, a: Arguments) -> tuple[str, ...]:
     no particular order. Views of one buffer that interleave (a key beside the cache in a pool) do
     not count. Arguments in different storages are taken to be apart.
     """
-    if op not in ("kv_cache_write", "rope_kv_cache", "qk_norm_rope_kv_cache"):
+    written = MUTATED[op]
+    if not written:
         return ()
     tensors = {name: v for name, v in a.items() if isinstance(v, Tensor)}
     storage = {name: storage_id(tensor) for name, tensor in tensors.items()}
     return tuple(
         name
         for name, tensor in tensors.items()
-        if name not in WRITTEN
-        and any(storage[name] == storage[w] and share_bytes(tensors[w], tensor) for w in WRITTEN)
+        if name not in written
+        and any(storage[name] == storage[w] and share_bytes(tensors[w], tensor) for w in written)
     )
 
 

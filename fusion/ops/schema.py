@@ -50,8 +50,10 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     op: tuple(re.findall(r"Tensor(?:\(\w!\))? (\w+)", text)) for op, text in SCHEMAS.items()
 }
 """The tensors that an operation cannot do without (the dispatcher lets None pass for them)."""
-WRITTEN = ("key_cache", "value_cache")
-"""The arguments that the operations write, where they have them and are no readers."""
+MUTATED: Mapping[str, tuple[str, ...]] = {
+    op: tuple(re.findall(r"Tensor\(\w!\) (\w+)", text)) for op, text in SCHEMAS.items()
+}
+"""The arguments that an operation writes."""
 
 
 def opaque_schema(op: str) -> str:

@@ -88,10 +88,7 @@ def check(chain: Chain, operation: Operation, context: Context) -> Checked:
         return Checked("refused", reason=reason, seconds=time.thread_time() - started)
     except RegionError as error:
         node = error.node.name if error.node is not None else None
-        code = "match.validation" if "depends on" in str(error) else "match.validation-bound"
-        if "rounding of a complex product" in str(error):
-            code = "gate.rounding"  # the graph is understood; nothing fixes how it rounds
-        reason = Reason(code, f"the chain could not be run by itself: {error}", node=node)
+        reason = Reason(error.code, f"the chain could not be run by itself: {error}", node=node)
         return Checked("refused", reason=reason, seconds=time.thread_time() - started)
     context.remember(key, result)
     return result

@@ -209,7 +209,8 @@ class SmallCache:
         stop = min(number(given[1] if len(given) > 1 else None, size), size)
         start, stop = (n + size if n < 0 else n for n in (start, stop))
         if (start, stop - start) != (number(slots.start, 0), hint(slots.length)):
-            raise RegionError("depends on another range of positions than was read", node)
+            text = "depends on another range of positions than was read"
+            raise RegionError(text, node, "match.validation")
 
     def _make_base(self, base: Node) -> None:
         value = base.meta["val"]
