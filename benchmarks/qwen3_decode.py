@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fusion
 from fusion.backend import fusion as fusion_backend  # by function: also in a bare checkout
 from fusion.integrations.transformers import PagedKVCache, forward_arguments, pack_qkv
+from fusion.integrations.transformers.layers import cache_argument
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -121,8 +122,6 @@ def paged_step(model: Any, batch: int, context: int) -> Step:
 
 def static_step(model: Any, batch: int, context: int) -> Step:
     """The step on transformers' own static cache, and what makes it `context` tokens long again."""
-    import inspect
-
     from transformers import StaticCache
 
     model.set_attn_implementation("sdpa")
@@ -136,8 +135,7 @@ def static_step(model: Any, batch: int, context: int) -> Step:
         layer.values.normal_()
     tokens = torch.randint(0, 100, (batch, 1), device=device)
     positions = torch.full((batch, 1), context, device=device)
-    # transformers renamed past_key_values to cache between 5.17 and 5.24.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_argument(model.forward)
 
     def step(model: Any, inputs: Any) -> torch.Tensor:
         tokens, positions, cache = inputs

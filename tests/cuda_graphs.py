@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import fusion
 from fusion.backend import fusion as fusion_backend
 from fusion.integrations.transformers import PagedKVCache, forward_arguments
+from fusion.integrations.transformers.layers import cache_argument
 from tests import models
 from tests.listing import post_grad
 
@@ -39,8 +40,6 @@ def paged(name: str) -> Made:
 
 def static(name: str) -> Made:
     """The same on transformers' own static cache, with whatever SDPA this build chooses."""
-    import inspect
-
     from transformers import StaticCache
 
     model = models.build(name, torch.bfloat16, layers=2, device="cuda")
@@ -51,7 +50,7 @@ def static(name: str) -> Made:
     cache.early_initialization(2, heads, dim, torch.bfloat16, model.device)
     tokens = torch.randint(0, 50, (2, 1), device="cuda")
     positions = torch.full((2, 1), 7, device="cuda")
-    key = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    key = cache_argument(model.forward)
 
     def step(model: Any, tokens: Any, positions: Any, cache: Any) -> torch.Tensor:
         extra = {key: cache}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,7 @@ from fusion.integrations.transformers.attention import (
     paged_attention_forward,
     paged_mask,
 )
+from fusion.integrations.transformers.layers import cache_argument
 from tests import models
 
 NEW = 6
@@ -286,9 +286,7 @@ def test_masks_that_would_be_lost_are_refused() -> None:
     config._attn_implementation = "fusion_paged"
     embeds = torch.zeros(1, 3, 8)
     arguments = {"config": config, "inputs_embeds": embeds, "attention_mask": None}
-    accepted = inspect.signature(create_causal_mask).parameters
-    cache = "cache" if "cache" in accepted else "past_key_values"
-    arguments[cache] = None
+    arguments[cache_argument(create_causal_mask)] = None
     assert create_causal_mask(**arguments) is None
     with pytest.raises(PagedAttentionError, match="own mask function"):
         create_causal_mask(**arguments, or_mask_function=lambda *_: True)

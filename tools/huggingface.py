@@ -252,11 +252,10 @@ def _scales(dtype: torch.dtype | None) -> dict[str, Any]:
 def _static_inputs(
     model: Any, request: Request, tokens: int, past: int
 ) -> tuple[Any, dict[str, Any]]:
-    import inspect
-
     from transformers import StaticCache
 
     from fusion.integrations.transformers import kv_layers
+    from fusion.integrations.transformers.layers import cache_argument
 
     device = "cpu" if request.real else "meta"
     dtype = request.cache_dtype or model.dtype
@@ -274,9 +273,7 @@ def _static_inputs(
         layer.device = torch.device("cpu")  # where tensors of the meta device are taken to live
     ids = torch.zeros(request.batch, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(past, past + tokens, device=device).expand(request.batch, -1)
-    accepted = inspect.signature(model.forward).parameters
-    # transformers renamed past_key_values to cache between 5.17 and 5.24.
-    name = "cache" if "cache" in accepted else "past_key_values"
+    name = cache_argument(model.forward)
     return model, {
         "input_ids": ids,
         "position_ids": positions,

@@ -14,6 +14,7 @@ from torch import Tensor
 from fusion.integrations.transformers.attention import NAME
 from fusion.integrations.transformers.cache import PagedKVCache
 from fusion.integrations.transformers.inputs import PagedInputs
+from fusion.integrations.transformers.layers import cache_argument
 
 _Steps = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 _numbers = itertools.count()
@@ -166,10 +167,8 @@ def _make_steps(model: Any) -> _Steps:
     """Two functions `(model, inputs, state, mask) -> logits [B, V]`, so that the shapes of prefill
     do not make those of decode dynamic. The model is an argument, because then Dynamo names its
     layers as the user does."""
-    accepted = inspect.signature(model.forward).parameters
-    # transformers renamed past_key_values to cache between 5.17 and 5.24.
-    state_name = "cache" if "cache" in accepted else "past_key_values"
-    keeps = "logits_to_keep" in accepted
+    state_name = cache_argument(model.forward)
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(model: Any, inputs: PagedInputs, state: Any, mask: Tensor | None) -> Tensor:
         if state is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,15 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call, misc, unuse
 
     def reset(self) -> None:
         return None
+
+
+def cache_argument(function: Callable[..., Any]) -> str:
+    """The name under which a function of transformers (a model's forward) takes a cache.
+
+    transformers renamed ``past_key_values`` to ``cache`` between 5.17 and 5.24.
+    """
+    accepted = inspect.signature(function).parameters
+    return "cache" if "cache" in accepted else "past_key_values"
 
 
 def recurrent_cache(model: Any, layers: Sequence[KVLayer | None]) -> DynamicCache | None:
