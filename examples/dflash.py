@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from dflash_decoding import Result, Speculator, Step
 from dflash_drafter import DFlashDrafter, distil, load_drafter, random_drafter
+from generate_paged import read_prompts, small_qwen3, transformers_eager
 
 from fusion.layout import KVCacheLayout
 from fusion.render import summary
@@ -48,11 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     torch.manual_seed(0)
     target, tokenizer = _target(args)
-    prompts = _prompts(args, target, tokenizer)
+    prompts = read_prompts(args, target, tokenizer)
     print(f"target   {type(target).__name__}: {_describe(target)}")
 
     start = time.perf_counter()
-    plain = _plain_greedy(target, prompts, args.max_new_tokens)
+    plain = transformers_eager(target, prompts, args.max_new_tokens)
     print(f"plain greedy decoding, transformers eager: {time.perf_counter() - start:.1f} s")
     drafter = _drafter(args, target, prompts, plain)
     print(f"drafter  {type(drafter).__name__}: {drafter.describe()}")
@@ -131,7 +132,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype, options = getattr(torch, args.dtype), {"attn_implementation": "eager"}
     tokenizer = None
@@ -139,16 +140,7 @@ def _target(args: argparse.Namespace) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(args.target)
     else:
-        config = Qwen3Config(
-            vocab_size=2048,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=args.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            initializer_range=0.08,
-        )
+        config = small_qwen3(args.layers)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     return model.to(args.device).eval().requires_grad_(False), tokenizer
 
@@ -185,31 +177,6 @@ def _drafter(
             f"{text.num_hidden_layers}: they do not belong together"
         )
     return drafter
-
-
-def _prompts(args: argparse.Namespace, target: Any, tokenizer: Any) -> list[list[int]]:
-    if tokenizer is not None:
-        texts = args.prompt or ["The capital of France is", "1, 2, 3,", "Once", "def add(a, b):"]
-        return [tokenizer(text)["input_ids"] for text in texts]
-    vocabulary = target.config.get_text_config().vocab_size
-    return [torch.randint(0, vocabulary, (n,)).tolist() for n in (5, 17, 1, 30)]
-
-
-@torch.no_grad()
-def _plain_greedy(target: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-    rows = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=target.device)
-        out = target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        rows.append(out[0, len(prompt) :].tolist())
-    return rows
 
 
 def _print_tokens(

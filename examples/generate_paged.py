@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     torch.manual_seed(0)
     model, tokenizer = _model(args)
-    prompts = _prompts(args, model, tokenizer)
+    prompts = read_prompts(args, model, tokenizer)
     print(f"{type(model).__name__}: {_describe(model)}")
 
     start = time.perf_counter()
-    reference = _transformers_eager(model, prompts, args.max_new_tokens)
+    reference = transformers_eager(model, prompts, args.max_new_tokens)
     print(f"transformers, eager:  {time.perf_counter() - start:.1f} s")
 
     model.set_attn_implementation("fusion_paged")
@@ -97,7 +97,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.model:
@@ -105,16 +105,7 @@ def _model(args: argparse.Namespace) -> tuple[Any, Any]:
     elif args.config:
         config = AutoConfig.from_pretrained(args.config)
     else:
-        config = Qwen3Config(
-            vocab_size=2048,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            initializer_range=0.08,
-        )
+        config = small_qwen3()
     if args.layers:
         config.num_hidden_layers = args.layers
         if getattr(config, "layer_types", None):
@@ -130,7 +121,24 @@ def _model(args: argparse.Namespace) -> tuple[Any, Any]:
     return model.to(args.device).eval(), None
 
 
-def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[int]]:
+def small_qwen3(layers: int = 4) -> Any:
+    """The config of a Qwen3 that compiles in seconds."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        initializer_range=0.08,
+    )
+
+
+def read_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[int]]:
+    """Token ids: of `args.prompt` or of some texts; random ones where there is no tokenizer."""
     if tokenizer is not None:
         texts = args.prompt or ["The capital of France is", "1, 2, 3,", "Once", "def add(a, b):"]
         return [tokenizer(text)["input_ids"] for text in texts]
@@ -139,7 +147,8 @@ def _prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[
 
 
 @torch.no_grad()
-def _transformers_eager(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+def transformers_eager(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Greedy tokens of transformers' own generation, one prompt at a time."""
     rows = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)

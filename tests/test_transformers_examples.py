@@ -60,14 +60,14 @@ def test_generate_paged_says_when_tokens_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = load("generate_paged")
-    right = example._transformers_eager
+    right = example.transformers_eager
 
     def wrong(*args: Any) -> list[list[int]]:
         rows: list[list[int]] = right(*args)
         rows[1][2] += 1
         return rows
 
-    monkeypatch.setattr(example, "_transformers_eager", wrong)
+    monkeypatch.setattr(example, "transformers_eager", wrong)
     arguments = "--no-compile --layers 1 --max-new-tokens 4 --device cpu"
     assert example.main(arguments.split()) == 1
     out = capsys.readouterr().out
