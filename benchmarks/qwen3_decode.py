@@ -239,12 +239,11 @@ def kernels(graph: torch.cuda.CUDAGraph, layers: int, replays: int = 3) -> tuple
             graph.replay()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name][0] += 1 / replays
-            found[event.name][1] += event.device_time / replays
     events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda e: e.time_range.start)
+    for event in events:
+        found[event.name][0] += 1 / replays
+        found[event.name][1] += event.device_time / replays
     last = events[-(len(events) // replays) :]
     middle, width = len(last) // 2, 2 * len(last) // layers
     part = last[middle : middle + width]

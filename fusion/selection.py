@@ -63,6 +63,11 @@ class Selection:
     kernel: Kernel | None
     candidates: tuple[Candidate, ...]
 
+    @property
+    def refusals(self) -> tuple[Reason, ...]:
+        """The unmet conditions of all candidates, in order."""
+        return tuple(r for c in self.candidates for r in c.reasons)
+
     def table(self) -> str:
         """The candidates as text, one line a kernel and one a reason."""
         lines = []

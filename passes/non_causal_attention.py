@@ -69,24 +69,21 @@ class NonCausalAttention:
             return self._refused(found, context, homeless)
         call = kernel_call(found, context)
         selection = select(call)
-        if selection.kernel is None:
-            reasons = tuple(r for c in selection.candidates for r in c.reasons)
-            return self._refused(found, context, reasons, selection)
-        reference_only = selection.kernel.name == "reference"
-        if found.spelling != "paged" and reference_only and call.target.device_type != "cpu":
-            reasons = tuple(r for c in selection.candidates for r in c.reasons)
-            return self._refused(found, context, reasons, selection)
+        kernel = selection.kernel
+        elsewhere = found.spelling != "paged" and call.target.device_type != "cpu"
+        if kernel is None or (kernel.name == "reference" and elsewhere):
+            return self._refused(found, context, selection.refusals, selection)
         value = _result_value(found, context)
         different = _difference(value, found.result.meta["val"])
         if different is not None:
             return self._refused(found, context, (different,), selection)
         before = found.node.format_node() or found.node.name
-        after = _bind(found, selection.kernel.name, value)
+        after = _bind(found, kernel.name, value)
         return context.site(
             "fused",
             found.node,
             operation=OPERATION,
-            kernel=selection.kernel.name,
+            kernel=kernel.name,
             candidates=selection.candidates,
             facts=_facts(found),
             nodes=_nodes(found),

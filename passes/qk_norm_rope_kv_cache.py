@@ -170,7 +170,7 @@ def read_sites(graph: Graph) -> list[tuple[CacheWrite | None, Chain | Miss]]:
 
 def _why_no_kernel(selection: Selection) -> Sequence[Reason]:
     """The refusals of the candidates; on a GPU the reference alone is no reason to fuse."""
-    reasons = [r for c in selection.candidates for r in c.reasons]
+    reasons = list(selection.refusals)
     if selection.kernel is not None or not reasons:
         reasons.insert(
             0,
