@@ -75,7 +75,8 @@ def check(chain: Chain, operation: Operation, context: Context) -> Checked:
         twins = getattr(chain.write, "twins", {})
         roles |= {twin: roles[same] for twin, same in twins.items() if same in roles}
         outputs = _outputs(chain, operation)
-        region = Region.between(roles, list(outputs))
+        made = _made_inside(chain, roles)
+        region = Region.between(roles.keys() - made, list(outputs))
         key = digest_of((region.fingerprint(roles), _signature(chain, operation, roles, outputs)))
         if (known := context.validations.get(key)) is not None:
             key_node = chain.k_rope.out.node
@@ -324,6 +325,17 @@ def _roles(operation: Operation) -> dict[Node, str]:
         elif isinstance(operand, CachePlane):
             roles.setdefault(operand.base, name)
     return roles
+
+
+def _made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:
+    """The value's node where it lies on the way to the written key (V is K, or K before its rope):
+    the check must compute it, since a random one would be written as K too."""
+    if chain.write is None or roles[chain.write.value.node] != "value":
+        return set()  # nothing written, or V is what K is made from: one input for both
+    value = chain.write.value.node
+    others = [node for node in roles if node is not value]
+    key = Region.between(others, [chain.k_rope.out.node, chain.write.key.node])
+    return {value} & set(key.nodes)
 
 
 def _outputs(chain: Chain, operation: Operation) -> dict[Node, str]:

@@ -269,3 +269,31 @@ def test_a_complex_product_of_awkward_width_is_a_matter_of_rounding() -> None:
     )  # fmt: skip
     result = run_program(Program((layer,), tokens=5, batch=3, order="bhsd-late", dtype="bf16"))
     assert result.statuses == [("refused", "qk_norm_rope_kv_cache", "gate.rounding")]
+
+
+class SharedKV(Program):
+    """A program whose V is made from K; ``k0n`` is the normed key before its rope."""
+
+    made_from = "k0"
+
+    def source(self) -> str:
+        said = super().source()
+        rope = "    k0 = ropes["
+        assert said.count(rope) == 1 and "    v0 = k0\n" in said
+        said = said.replace(rope, f"    k0n = k0\n{rope}")
+        return said.replace("    v0 = k0\n", f"    v0 = {self.made_from}\n")
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd-late"])
+@pytest.mark.parametrize("write", ["op", "index"])
+@pytest.mark.parametrize("value", ["k0", "k0n", "k0 * 2"])
+def test_a_value_that_is_made_from_the_key(value, write, order, monkeypatch):
+    """The check must compute such a value: a random one would be written as K too."""
+    monkeypatch.setattr(SharedKV, "made_from", value)
+    layer = Layer(kv_heads=4, odd="k written to both", write=write, blocks=20)
+    result = run_program(SharedKV((layer,), batch=2 * (order != "bshd"), order=order))
+    assert result.finding is None, result.detail
+    if value == "k0 * 2":  # needs the rotated key as a value: the operation cannot come before it
+        assert result.statuses == [("refused", "qk_norm_rope_kv_cache", "safety.cycle")]
+    else:
+        assert {s[0] for s in result.statuses} == {"fused"}, result.statuses
