@@ -355,9 +355,27 @@ def compiled(out) -> None:
         calls = "torch.ops.fusion" in sources[0].split("def call")[-1]
         print(f"compiled {label}: T {tokens} equal to eager; native {native}, op call {calls}")
         assert native != (label == "fnuz")
-    # Host time: many launches in one compiled graph, T=1, against as many Inductor kernels.
+    host(out)
+
+
+def host(out) -> None:
+    """Host time of a launch in one compiled graph of many, against Inductor's own kernels.
+
+    "softmax": few arguments. "eight": a kernel of Inductor's with as many pointers as ours.
+    "inductor": what Inductor makes of the same prologue written out.
+    """
+    import torch
+    from torch._inductor.utils import run_and_get_code
+
+    import fusion.ops as ops
+    from fusion.backends.triton.bench import prologue as bench
+
     layers = 32
-    shape, args = make(1)
+    shape = bench.Shape(32, 8, 128, 1, torch.bfloat16)
+    a = bench.inputs(shape, 1)
+    caches = [torch.zeros_like(a["key_cache"]._base) for _ in range(layers)]
+    args = (a["query"]._base, (a["q_weight"], a["k_weight"]), bench._table(128, "cuda"),
+            a["positions"], caches, a["slot_mapping"])  # fmt: skip
 
     def stack(kernel):
         one = _block(bench, ops, shape, kernel)
@@ -367,33 +385,31 @@ def compiled(out) -> None:
 
         return function
 
-    caches = [torch.zeros_like(args[4]) for _ in range(layers)]
     outs = [torch.randn(4096 + 16 * i, 1, device="cuda") for i in range(layers)]
-
-    def separate(outs):
-        return [torch.softmax(o.view(1, -1), 1) for o in outs]
-
-    timings = {}
-    for label, function, arguments in (
-        ("fused", stack("triton"), (args[0], args[1], args[2], args[3], caches, args[5])),
-        ("inductor", separate, (outs,)),
-    ):
+    seven = [[torch.randn(4096 + 16 * i, device="cuda") for _ in range(7)] for i in range(layers)]
+    jobs = {
+        "fused": (stack("triton"), args),
+        "softmax": (lambda outs: [torch.softmax(o.view(1, -1), 1) for o in outs], (outs,)),
+        "eight": (lambda rows: [a * b + c * d + e * f + g for a, b, c, d, e, f, g in rows],
+                  (seven,)),
+        "inductor": (stack("reference"), args),
+    }  # fmt: skip
+    for label, (function, arguments) in jobs.items():
         torch._dynamo.reset()
         _, codes = run_and_get_code(torch.compile(function, dynamic=False), *arguments)
         (out / f"host_{label}.py").write_text(codes[0])
-        body = codes[0].split("def call")[-1]
-        launches = body.count(".run(")
+        launches = codes[0].split("def call")[-1].count(".run(")
         code = torch.compile(function, dynamic=False)
         samples = []
-        for _ in range(30):
+        for _ in range(60):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             code(*arguments)
             samples.append(time.perf_counter() - begin)
             torch.cuda.synchronize()
-        timings[label] = statistics.median(samples) * 1e6
-        print(f"host: {label}: {timings[label]:.0f} us, {launches} launches,"
-              f" {timings[label] / max(launches, 1):.2f} us a launch")  # fmt: skip
+        us = statistics.median(samples) * 1e6
+        print(f"host: {label}: {us:.0f} us, {launches} launches, {us / max(launches, 1):.2f} us a "
+              f"launch, {us / layers:.2f} us a layer", flush=True)  # fmt: skip
 
 
 def capture(out) -> None:

@@ -103,8 +103,11 @@ def launches(code: str) -> list[list[str]]:
 def test_one_launch_without_views_or_dispatch():
     code = generated(prologue, tensors())
     (arguments,) = launches(code)
-    assert arguments[:3] == ["qkv_1"] * 3  # buffers; where k and v begin is a constant
-    assert arguments[10:12] == ["cache_1"] * 2
+    # One pointer for each buffer; where k, v, sin and V's cache begin in it is a constant.
+    assert arguments[:3] == ["qkv_1", "-1", "-1"]
+    assert arguments[10:12] == ["cache_1", "-1"]
+    named = [a for a in arguments if re.match(r"[a-z]+_1$|buf", a)]
+    assert len(named) == len(set(named)) == 8
     assert not any("reinterpret_tensor" in a for a in arguments)
     assert len(arguments) < 30
     assert "torch.ops.fusion" not in code.split("def call")[-1]
@@ -114,6 +117,23 @@ def test_one_launch_without_views_or_dispatch():
     # Under user_autotune each launch would hand all constants over again.
     assert "triton_heuristics.fixed_config(" in code
     assert "triton_heuristics.user_autotune(" not in code
+
+
+def test_tensors_of_two_buffers_have_two_pointers():
+    """K and V in caches of their own, cos and sin in tables of their own."""
+
+    def function(q, k, v, cos, sin, key_cache, value_cache, slots):
+        return ops.rope_kv_cache(
+            q, k, v, cos, sin, None, key_cache[..., :D], value_cache[..., D:], slots, **ROPE
+        )[0]
+
+    rows = [torch.randn(7, h, D).bfloat16() for h in (HQ, HK, HK)]
+    tables = [torch.randn(7, D // 2) for _ in range(2)]
+    caches = [torch.zeros(8, 16, HK, 2 * D, dtype=torch.bfloat16) for _ in range(2)]
+    (arguments,) = launches(generated(function, [*rows, *tables, *caches, torch.arange(7)]))
+    assert arguments[:3] == ["q_1", "k_1", "v_1"]
+    assert arguments[5:7] == ["cos_1", "sin_1"]
+    assert arguments[10:12] == ["key_cache_1", "value_cache_1"]
 
 
 def test_tokens_stay_symbolic():
@@ -161,7 +181,7 @@ def test_inputs_that_are_computed_in_the_graph():
     inputs = [torch.randn(7, 32).bfloat16(), *(torch.randn(32, h * D).bfloat16()
               for h in (HQ, HK, HK)), torch.randn(7, D // 2), *tensors()[-2:]]  # fmt: skip
     (arguments,) = launches(generated(function, inputs))
-    assert arguments[10:12] == ["cache_1"] * 2
+    assert arguments[10:12] == ["cache_1", "-1"]
     assert all(a.startswith("buf") for a in arguments[:3])
 
 
@@ -172,7 +192,7 @@ def test_every_operation_has_a_lowering_and_it_writes_the_cache_in_place():
 
     rows = torch.randn(7, HK, D).bfloat16()
     (arguments,) = launches(generated(write, [rows, rows + 1, *tensors()[-2:]]))
-    assert arguments[10:12] == ["cache_1"] * 2
+    assert arguments[10:12] == ["cache_1", "-1"]
     assert {k.op for k in prologue_kernels.KERNELS if k.lowering} == set(lowering.LOWERINGS)
 
 

@@ -78,6 +78,8 @@ def _launch(
         # Buffers and constant offsets instead of views: making a view costs host time.
         number |= offsets
         tensors |= {plan.VIEWS[o]: buffer for o, (buffer, _) in based.items()}
+        shared = [n for n, o in plan.SAME_BUFFER.items() if ir.same(tensors[n], tensors[o])]
+        tensors |= dict.fromkeys(shared)
     pointers = plan.pointers(tensors, outputs)
     written = [n for n in (*outputs, "k_cache_ptr", "v_cache_ptr") if pointers[n] is not None]
     constant |= {"HH": tile.heads, "TT": tile.tokens, "STREAM": tile.stream}

@@ -353,7 +353,16 @@ def prologue_kernel_static(
     STREAM: tl.constexpr,
 ):
     """The kernel for compiled graphs: strides, epsilons and offsets (in elements, of a view in
-    its buffer) are constants, so that a launch has few arguments and makes no view."""
+    its buffer) are constants, so that a launch has few arguments and makes no view. A pointer that
+    is absent (`prologue_plan.SAME_BUFFER`) is that of the tensor it shares its buffer with."""
+    if k_ptr is None:
+        k_ptr = q_ptr
+    if v_ptr is None:
+        v_ptr = k_ptr
+    if sin_ptr is None:
+        sin_ptr = cos_ptr
+    if v_cache_ptr is None:
+        v_cache_ptr = k_cache_ptr
     if q_off != 0:
         q_ptr += q_off
     if k_off != 0:

@@ -229,6 +229,12 @@ VIEWS = {
 """Offsets (in elements, of a view in its buffer) of the static kernel, and what each is of."""
 
 
+SAME_BUFFER = {"key": "query", "value": "key", "sin": "cos", "value_cache": "key_cache"}
+"""Tensors whose pointer the static kernel need not be given where they lie in one buffer with
+another (a packed projection, one table of cos and sin, a packed cache): each pointer of a launch
+costs host time. In this order, so that a value may share through the key."""
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"

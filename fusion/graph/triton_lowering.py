@@ -73,6 +73,15 @@ def base(x: Any) -> tuple[Any, Any]:
     return x, 0
 
 
+def same(x: Any, y: Any) -> bool:
+    """Whether two pieces of IR (or None) are one whole buffer, so that one pointer serves both."""
+    from torch._inductor import ir
+
+    if x is None or y is None or isinstance(x.data, ir.BaseView) or isinstance(y.data, ir.BaseView):
+        return False
+    return bool(x.get_name() == y.get_name() and x.get_dtype() == y.get_dtype())
+
+
 def sizes(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """(size, stride) of IR: ints where they are static, sympy expressions elsewhere."""
     return tuple(map(plain, x.get_size())), tuple(map(plain, x.get_stride()))
