@@ -87,7 +87,7 @@ def compiled(
         "FP8": "fn" if cache == torch.uint8 else "", "COMPUTE": host.COMPUTE[query],
         "PRECISION": "tf32x3" if target.vendor == "nvidia" else "ieee", "BLOCK_M": geo.rows,
         "BLOCK_N": geo.keys, "BLOCK_D": geo.block_d, "BLOCK_DV": geo.block_dv,
-        "STAGES": geo.stages,
+        "STAGES": geo.stages, "OVERLAP": arch == "sm_90",
     }  # fmt: skip
     split = "*fp32" if geo.splits > 1 else POINTERS[query]
     types = {
@@ -145,3 +145,40 @@ def test_no_spills(arch: str, name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_no_spills_more(arch: str, name: str, tmp_path: pathlib.Path) -> None:
     check(arch, MORE[name], tmp_path)
+
+
+def compiled_merge(arch: str, splits: int, dim: int) -> Any:
+    from fusion.backends.triton.paged_attention_merge import merge_kernel
+
+    geo = tiles.merge_tiles(splits, max(16, tiles.next_power_of_2(dim)))
+    constants = {
+        "HQ": 32, "DV": dim, "ROWS": geo.rows, "BLOCK_S": geo.block_s, "CHUNK": geo.chunk,
+        "BLOCK_DV": max(16, tiles.next_power_of_2(dim)), "OVERLAP": arch == "sm_90",
+    }  # fmt: skip
+    types = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "starts_ptr": "*i32"}
+    names = merge_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types}
+    source = triton.compiler.ASTSource(merge_kernel, signature, constants, aligned)
+    gpu = triton.backends.compiler.GPUTarget(*TARGETS[arch][:3])
+    return triton.compile(source, target=gpu, options={"num_warps": geo.warps})
+
+
+@pytest.mark.parametrize(("splits", "dim"), [(2, 128), (32, 128), (33, 128), (256, 80), (16, 512)])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_merge_does_not_spill(arch: str, splits: int, dim: int, tmp_path: pathlib.Path) -> None:
+    code = compiled_merge(arch, splits, dim)
+    assert code.metadata.shared <= TARGETS[arch][3]
+    assert memory_spills(arch, code, tmp_path) == 0
+
+
+def test_kernels_overlap_where_the_chip_can() -> None:
+    """From sm_90 each kernel waits for the one before it, and the first tells when to come."""
+    text = compiled("sm_90", **FEW["draft"])[1].asm["ptx"]
+    assert "griddepcontrol.wait" in text and "griddepcontrol.launch_dependents" not in text
+    text = compiled("sm_90", keys=32768, batch=1)[1].asm["ptx"]
+    # Nothing may be read before the wait.
+    assert "ld.global" not in text[: text.index("griddepcontrol.wait")]
+    assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
+    text = compiled_merge("sm_90", 16, 128).asm["ptx"]
+    assert "ld.global" not in text[: text.index("griddepcontrol.wait")]

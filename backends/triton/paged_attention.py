@@ -67,6 +67,11 @@ def compute_dtype(query: torch.dtype, cache: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
+def overlaps(target: Target) -> bool:
+    """True where a kernel can be launched before the one it depends on has ended (from sm_90)."""
+    return target.vendor == "nvidia" and (target.capability or 0) >= 90 and not interpreted()
+
+
 def _window(size: int) -> int:
     return -1 if size < 0 else min(size, _MAX_WINDOW)
 
@@ -159,6 +164,7 @@ def paged_attention(
         kv_heads=kv_heads, page=page, x=x, fp8=fp8, compute=compute,
         precision="tf32x3" if target.vendor == "nvidia" else "ieee",
         out_dtype=torch.float32 if interpreted() else query.dtype, max_programs=MAX_PROGRAMS,
+        overlap=overlaps(target),
     ).to(query.dtype)  # fmt: skip
 
 

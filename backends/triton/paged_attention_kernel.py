@@ -204,7 +204,7 @@ def paged_attention_kernel(
     SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SPLIT: tl.constexpr,
     X: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, FP8: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row block over one split of the keys.
 
@@ -220,6 +220,14 @@ def paged_attention_kernel(
     split = rest % num_splits
     seq = first_seq + rest // num_splits
 
+    ONE: tl.constexpr = PAGE % BLOCK_N == 0
+    table = table_ptr + seq.to(tl.int64) * table_s0
+    if OVERLAP:
+        # Launched before the end of the kernel before, whose results are read from here on.
+        tl.extra.cuda.gdc_wait()
+    FROM_START: tl.constexpr = not SPLIT and not LEFT
+    if FROM_START:  # the first page ids need not wait for the lengths
+        pages = _page_ids(table, 0, table_width * PAGE, PAGE, BLOCK_N, ONE)
     start = tl.load(starts_ptr + seq).to(tl.int32)
     q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
@@ -272,9 +280,8 @@ def paged_attention_kernel(
     full_begin = tl.minimum(tl.maximum(full_lo, begin), end)
     full_end = tl.maximum(tl.minimum(full_hi, end), full_begin)
 
-    ONE: tl.constexpr = PAGE % BLOCK_N == 0
-    table = table_ptr + seq.to(tl.int64) * table_s0
-    pages = _page_ids(table, begin, end, PAGE, BLOCK_N, ONE)
+    if not FROM_START:
+        pages = _page_ids(table, begin, end, PAGE, BLOCK_N, ONE)
 
     qk_scale = scale
     if K_SCALE:
@@ -348,6 +355,10 @@ def paged_attention_kernel(
         q_head = head * G + rows % G
         row_ok = token < q_len
 
+    if OVERLAP and SPLIT:
+        # The merge may be launched now; it waits for the end of this kernel before it reads. Any
+        # sooner, and its programs get in the way of this loop.
+        tl.extra.cuda.gdc_launch_dependents()
     # den == 0: the row saw no key (and no sink), acc is zero; a NaN stays a NaN
     empty = den == 0.0
     den = tl.where(empty, 1.0, den)
@@ -363,48 +374,3 @@ def paged_attention_kernel(
         lse = tl.where(empty, NEG_INF, m + tl.log2(den))
         tl.store(lse_ptr + row, lse, mask=row_ok)
     tl.store(out_ptr + row[:, None] * DV + dv[None, :], out, mask=keep)
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_splits", "total_rows"])
-def combine_kernel(
-    part_ptr, lse_ptr, out_ptr, starts_ptr, num_seqs, num_splits, total_rows,
-    HQ: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """out[row] = sum_s 2**lse_s * part_s / sum_s 2**lse_s for ROWS (token, head) rows a program.
-
-    part f32 [T*Hq, num_splits, DV], lse f32 [T*Hq, num_splits]; rows of no request yield zeros.
-    The order of the sum is fixed, so the result has the same bits each time. All loads are
-    independent of each other: this kernel is nothing but latency.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    s = tl.arange(0, BLOCK_S)
-    dv = tl.arange(0, BLOCK_DV)
-    first = tl.load(starts_ptr).to(tl.int32)
-    last = tl.load(starts_ptr + num_seqs).to(tl.int32)
-    is_row = row < total_rows
-    at = row * num_splits
-    lse = tl.load(lse_ptr + at[:, None] + s[None, :],
-                  mask=is_row[:, None] & (s < num_splits)[None, :], other=NEG_INF)  # fmt: skip
-    top = tl.max(lse, 1)
-    top = tl.where(top == NEG_INF, 0.0, top)
-    weight = tl.exp2(lse - top[:, None])
-    total = tl.sum(weight, 1)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for s0 in tl.static_range(0, BLOCK_S, CHUNK):
-        sc = s0 + tl.arange(0, CHUNK)
-        mask = is_row[:, None] & (sc < num_splits)[None, :]
-        if CHUNK < BLOCK_S:
-            lse = tl.load(lse_ptr + at[:, None] + sc[None, :], mask=mask, other=NEG_INF)
-            weight = tl.exp2(lse - top[:, None])
-        part = tl.load(
-            part_ptr + (at * DV)[:, None, None] + (sc * DV)[None, :, None] + dv[None, None, :],
-            mask=mask[:, :, None] & (dv < DV)[None, None, :], other=0.0,
-        )  # fmt: skip
-        acc += tl.sum(part * weight[:, :, None], 1)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    token = row // HQ
-    mine = is_row & (token >= first) & (token < last)
-    acc = tl.where(mine[:, None], acc, 0.0)
-    tl.store(out_ptr + (row * DV)[:, None] + dv[None, :], acc,
-             mask=is_row[:, None] & (dv < DV)[None, :])  # fmt: skip

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from fusion.backends.triton import paged_attention_kernel as kernels
-from fusion.backends.triton.paged_attention_tiles import Tiles, next_power_of_2
+from fusion.backends.triton import paged_attention_tiles as tiles
+from fusion.backends.triton.paged_attention_kernel import paged_attention_kernel
+from fusion.backends.triton.paged_attention_merge import merge_kernel
 
 COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def launch(
-    geo: Tiles,
+    geo: tiles.Tiles,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -38,12 +39,15 @@ def launch(
     precision: str,
     out_dtype: torch.dtype,
     max_programs: int,
+    overlap: bool,
 ) -> torch.Tensor:
     """Allocate the output (and the partial results of the splits) and launch one or two kernels.
 
     ``k_strides``/``v_strides``: elements between blocks, tokens, heads, and (shuffled layout
-    only) groups of the head dimension. Other arguments as in ``paged_attention``.
+    only) groups of the head dimension. ``overlap``: launch each kernel while the one before it
+    still ends (programmatic dependent launch). Other arguments as in ``paged_attention``.
     """
+    overlapped = {"launch_pdl": True} if overlap else {}
     tokens, q_heads, head_dim = query.shape
     value_dim = value_cache.shape[3]
     batch = seq_lens.shape[0]
@@ -67,7 +71,7 @@ def launch(
     step = max(1, max_programs // per_seq)
     for first in range(0, batch, step):
         programs = per_seq * min(step, batch - first)
-        kernels.paged_attention_kernel[(programs,)](
+        paged_attention_kernel[(programs,)](
             query, key_cache, value_cache, part, lse, block_table, seq_lens, query_start_loc,
             sinks, k_scale, v_scale, first, batch, tokens, geo.row_blocks, splits,
             scale, softcap, window_left, window_right,
@@ -79,15 +83,15 @@ def launch(
             SPLIT=splits > 1, X=x, WIDE=wide, PACKED=packed, FP8=fp8, COMPUTE=COMPUTE[compute],
             PRECISION=precision,
             BLOCK_M=geo.rows, BLOCK_N=geo.keys, BLOCK_D=geo.block_d, BLOCK_DV=geo.block_dv,
-            STAGES=geo.stages, num_warps=geo.warps, num_stages=geo.stages,
+            STAGES=geo.stages, OVERLAP=overlap, num_warps=geo.warps, num_stages=geo.stages,
+            **overlapped,
         )  # fmt: skip
     if splits > 1:
         total_rows = tokens * q_heads
-        block_s = next_power_of_2(splits)
-        rows = max(1, 4096 // (block_s * geo.block_dv))
-        kernels.combine_kernel[(-(-total_rows // rows),)](
+        merge = tiles.merge_tiles(splits, geo.block_dv)
+        merge_kernel[(-(-total_rows // merge.rows),)](
             part, lse, out, query_start_loc, batch, splits, total_rows,
-            HQ=q_heads, DV=value_dim, ROWS=rows, BLOCK_S=block_s,
-            CHUNK=min(block_s, max(1, 8192 // geo.block_dv)), BLOCK_DV=geo.block_dv, num_warps=4,
+            HQ=q_heads, DV=value_dim, ROWS=merge.rows, BLOCK_S=merge.block_s, CHUNK=merge.chunk,
+            BLOCK_DV=geo.block_dv, OVERLAP=overlap, num_warps=merge.warps, **overlapped,
         )  # fmt: skip
     return out

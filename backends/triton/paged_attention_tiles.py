@@ -160,3 +160,26 @@ def choose(
     while tiles * keys * (block_d + block_dv) * itemsize + extra > budget and keys > 16:
         keys //= 2
     return Tiles(rows, keys, warps, stages, splits, -(-total_rows // rows), block_d, block_dv)
+
+
+@dataclass(frozen=True)
+class MergeTiles:
+    """Geometry of the merge: ``rows`` (token, head) rows a program, ``chunk`` splits at a time."""
+
+    rows: int
+    block_s: int
+    chunk: int
+    warps: int
+
+
+def merge_tiles(splits: int, block_dv: int) -> MergeTiles:
+    """How the partial results of `splits` splits (``block_dv`` columns each) are summed.
+
+    The merge is nothing but latency. One warp needs no exchange through shared memory and was
+    fastest on an H200 wherever a row fits its registers (4096 numbers); two where it does not, with
+    at most 8192 numbers in flight.
+    """
+    block_s = next_power_of_2(splits)
+    warps = 1 if block_s * block_dv <= 4096 else 2
+    rows = max(1, 1024 * warps // (block_s * block_dv))
+    return MergeTiles(rows, block_s, min(block_s, max(1, 8192 // block_dv)), warps)
