@@ -70,6 +70,8 @@ def check(chain: Chain, operation: Operation, context: Context) -> Checked:
     Time is the thread's own CPU time: a busy machine must not change what is fused.
     """
     started = time.thread_time()
+    if (half := _half_a_table(chain)) is not None:
+        return Checked("refused", reason=half)
     try:
         roles = _roles(operation)
         twins = getattr(chain.write, "twins", {})
@@ -325,6 +327,23 @@ def _roles(operation: Operation) -> dict[Node, str]:
         elif isinstance(operand, CachePlane):
             roles.setdefault(operand.base, name)
     return roles
+
+
+def _half_a_table(chain: Chain) -> Reason | None:
+    """Where one of cos and sin could be followed to where it comes from and the other only to the
+    complex table that both make up (its width is symbolic): no random values serve both."""
+    cos, sin = chain.k_rope.cos, chain.k_rope.sin
+    if (cos.part is None) == (sin.part is None):
+        return None
+    whole, part = (cos, sin) if cos.part is None else (sin, cos)
+    return Reason(
+        "match.rope-table",
+        "cos and sin make up a complex table, and only one of them can be read out of it",
+        have=f"{whole.node.name} and {part.part} of {part.node.name}",
+        need="both parts of one table, or each a tensor of its own",
+        node=part.node.name,
+        source=source_of(part.node),
+    )
 
 
 def _made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:

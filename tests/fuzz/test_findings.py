@@ -297,3 +297,14 @@ def test_a_value_that_is_made_from_the_key(value, write, order, monkeypatch):
         assert result.statuses == [("refused", "qk_norm_rope_kv_cache", "safety.cycle")]
     else:
         assert {s[0] for s in result.statuses} == {"fused"}, result.statuses
+
+
+def test_half_a_complex_table() -> None:
+    """sin's width is known by two guards together only, so it cannot be cut out; cos's can."""
+    layer = Layer(
+        heads=8, kv_heads=4, qkv="split", norm="unweighted", rope="complex_pairs", table="gather",
+        table_dtype="bf16", cache="nhd", write="op",
+    )  # fmt: skip
+    result = run_program(Program((layer,), dynamic="dynamic"))
+    assert result.finding is None, result.detail
+    assert {s[2] for s in result.statuses} == {"match.rope-table"}, result.statuses
