@@ -257,39 +257,61 @@ def make_pool(size: int = POOL_BYTES) -> torch.Tensor:
     return pool
 
 
-def run_cases(
-    cases: Sequence[Case], pool: torch.Tensor, gather: bool, deadline: float
-) -> list[dict[str, object]]:
-    """Time and check each case; gather + SDPA too, until the deadline (host clock)."""
-    from paged_attention_peers import gather_sdpa, paged_read
+def run_cases(cases: Sequence[Case], pool: torch.Tensor) -> list[dict[str, object]]:
+    """Time our kernel and its floor, by turns (a chip that has just worked hard is slower), and
+    check each case."""
+    from paged_attention_peers import paged_read
 
     rows = []
     for case in cases:
         small = case.kv_bytes <= SMALL_BYTES
         setup = Setup(case, pool[: SMALL_BYTES // 2] if small else pool)
         guess = estimate_us(case)
-        us, outputs, graph = measure(setup.ours(), guess)
-        row: dict[str, object] = {**asdict(case), "us": us, "tiles": str(geometry(case))}
-        row["error"] = error_of(setup, outputs, graph)
         splits = geometry(case).splits * geometry(case).row_blocks
         floor = [paged_read(setup.key, setup.value, t, setup.lens, splits) for t in setup.tables]
-        row["floor"] = measure(floor, guess)[0]
+        ours = setup.ours()
+        times, floors = [], []
+        for _ in range(3):
+            us, outputs, graph = measure(ours, guess)
+            times.append(us)
+            floors.append(measure(floor, guess)[0])
+        row: dict[str, object] = {
+            **asdict(case),
+            "us": statistics.median(times),
+            "floor": statistics.median(floors),
+            "tiles": str(geometry(case)),
+            "error": error_of(setup, outputs, graph),
+        }
         del outputs, graph
-        if gather and time.monotonic() < deadline:
-            few = setup.tables if guess < 200 else setup.tables[:1]
-            runs = gather_sdpa(setup.query, setup.cache, few, SCALE)
-            row["gather"], outputs, graph = measure(runs, guess * 4)
-            have, want = outputs[0], setup.reference(0)
-            assert isinstance(have, torch.Tensor)
-            row["gather_error"] = ((have.float() - want).norm() / want.norm()).item()
-            del outputs, graph
         torch.cuda.empty_cache() if guess > 1000 else None
         rows.append(row)
     return rows
 
 
+def run_gather(
+    cases: Sequence[Case], rows: Sequence[dict[str, object]], pool: torch.Tensor, deadline: float
+) -> None:
+    """Time and check gather + SDPA, until the deadline (host clock); into the rows."""
+    from paged_attention_peers import gather_sdpa
+
+    for case, row in zip(cases, rows, strict=True):
+        if time.monotonic() > deadline:
+            return
+        setup = Setup(case, pool[: SMALL_BYTES // 2] if case.kv_bytes <= SMALL_BYTES else pool)
+        guess = estimate_us(case)
+        few = setup.tables if guess < 200 else setup.tables[:1]
+        runs = gather_sdpa(setup.query, setup.cache, few, SCALE)
+        row["gather"], outputs, graph = measure(runs, guess * 4)
+        have, want = outputs[0], setup.reference(0)
+        assert isinstance(have, torch.Tensor)
+        row["gather_error"] = ((have.float() - want).norm() / want.norm()).item()
+        del outputs, graph
+        torch.cuda.empty_cache()
+
+
 def _cudnn_worker(cases: Sequence[Case], sender: Connection) -> None:
-    """Sends (index, microseconds, relative error or what was raised) for each case."""
+    """Sends (index, microseconds and relative error as it comes, the same folded) for each case,
+    or (index, what was raised)."""
     from paged_attention_peers import cudnn_paged
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -302,24 +324,26 @@ def _cudnn_worker(cases: Sequence[Case], sender: Connection) -> None:
             setup = Setup(case, pool)
             guess = estimate_us(case)
             few = setup.tables if guess < 200 else setup.tables[:1]
-            runs = cudnn_paged(setup.query, setup.key, setup.value, few, setup.lens,
-                               case.context, SCALE)  # fmt: skip
-            us, outputs, _ = measure(runs, guess * 2)
-            out = outputs[-1]  # all calls write the same buffer; the last one's table is known
-            assert isinstance(out, torch.Tensor)
-            want = setup.reference((len(outputs) - 1) % len(few))
-            error = ((out.float() - want).norm() / want.norm()).item()
-            sender.send((index, us, error))
+            found: list[float] = []
+            for folded in (False, True):
+                runs = cudnn_paged(setup.query, setup.key, setup.value, few, setup.lens,
+                                   case.context, SCALE, folded)  # fmt: skip
+                us, outputs, _ = measure(runs, guess * (2 if folded else 8))
+                out = outputs[-1]  # all calls write the same buffer; the last one's table is known
+                assert isinstance(out, torch.Tensor)
+                want = setup.reference((len(outputs) - 1) % len(few))
+                found += [us, ((out.float() - want).norm() / want.norm()).item()]
+            sender.send((index, *found))
         except Exception as problem:
-            sender.send((index, None, f"{type(problem).__name__}: {problem}"[:200]))
+            sender.send((index, f"{type(problem).__name__}: {problem}"[:200]))
             if "CUDA" in str(problem) or "cuda" in str(problem):
                 return  # after a fault nothing works in this process
 
 
-def run_cudnn(cases: Sequence[Case], deadline: float) -> dict[Case, tuple[object, object]]:
+def run_cudnn(cases: Sequence[Case], deadline: float) -> dict[Case, list[object]]:
     """cuDNN's paged SDPA by case, in processes of its own: its kernel faults on some shapes, and
     a fault ends a process's CUDA. Small caches first, so that the pool is made twice only."""
-    results: dict[Case, tuple[object, object]] = {}
+    results: dict[Case, list[object]] = {}
     left = sorted(cases, key=lambda c: c.kv_bytes > CUDNN_BYTES)
     context = get_context("spawn")
     while left and time.monotonic() < deadline:
@@ -330,15 +354,15 @@ def run_cudnn(cases: Sequence[Case], deadline: float) -> dict[Case, tuple[object
         done = 0
         try:
             while receiver.poll(max(0.0, deadline - time.monotonic())):
-                index, us, note = receiver.recv()
-                results[left[index]] = (us, note)
+                index, *found = receiver.recv()
+                results[left[index]] = found
                 done = index + 1
         except EOFError:
             pass
         worker.kill()
         worker.join()
         if done < len(left) and time.monotonic() < deadline and done == 0:
-            results[left[0]] = (None, "the process died")
+            results[left[0]] = ["the process died"]
             done = 1
         left = left[done:]
     return results
@@ -387,7 +411,7 @@ def summary(rows: Sequence[dict[str, object]], read_tbs: float) -> list[str]:
                 ]
             )
         )
-    for peer in ("gather", "cudnn"):
+    for peer in ("gather", "cudnn", "folded"):
         ratios = [r[peer] / r["us"] for _, r in pairs if r.get(peer)]
         if ratios:
             lines.append(
@@ -406,8 +430,11 @@ def summary(rows: Sequence[dict[str, object]], read_tbs: float) -> list[str]:
     ]
     if best:
         lines.append(f"best peer / ours: geometric mean {statistics.geometric_mean(best):.2f}")
-    notes = [f"  cuDNN, {c}: {r['cudnn_note']}" for c, r in pairs
-             if "cudnn" in r and (r["cudnn"] is None or not r["cudnn_note"] < 1e-2)]  # fmt: skip
+    errors = [r[f"{p}_error"] for p in ("gather", "cudnn", "folded") for _, r in pairs
+              if f"{p}_error" in r]  # fmt: skip
+    if errors:
+        lines.append(f"largest relative error of a peer: {max(errors):.2e}")
+    notes = [f"  cuDNN, {c}: {r['cudnn_note']}" for c, r in pairs if "cudnn_note" in r]
     lines += notes
     lines.append(f"largest relative error: {max(r['error'] for _, r in pairs):.2e}")
     return lines  # fmt: skip
@@ -418,11 +445,11 @@ def ceilings(pool: torch.Tensor) -> dict[str, float]:
     from paged_attention_peers import flat_read
 
     part = pool[: 2 * 1024**3]
-    us, _, _ = measure([flat_read(part)], 1000.0)
+    us = min(measure([flat_read(part)], 1000.0)[0] for _ in range(3))
     read = part.numel() * 2 / us / 1e6
     a, b = pool[: 1 << 30], pool[1 << 30 : 2 << 30]
     keep = b[:1024].clone()
-    us, _, _ = measure([lambda: b.copy_(a)], 1000.0)
+    us = min(measure([lambda: b.copy_(a)], 1000.0)[0] for _ in range(3))
     b[:1024] = keep
     return {"read": read, "copy": 2 * a.numel() * 2 / us / 1e6}
 
@@ -456,14 +483,23 @@ def main() -> None:
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
               "rates": rates, "groups": groups}  # fmt: skip
     peers = args.peers.split(",")
-    for name, cases in (("others", OTHERS), ("draft", CASES), ("decode", DECODE)):
-        groups[name] = run_cases(cases, pool, name == "draft" and "gather" in peers, deadline)
-        if name == "draft" and "cudnn" in peers:
-            found = run_cudnn(cases, deadline)
-            for case, row in zip(cases, groups[name], strict=True):
-                row["cudnn"], row["cudnn_note"] = found.get(case, (None, "no time left"))
-        Path(args.out, "paged_attention.json").write_text(json.dumps(result, indent=1))
+    todo = {"draft": CASES, "decode": DECODE, "others": OTHERS}
+    for name, cases in todo.items():
+        groups[name] = run_cases(cases, pool)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    if "gather" in peers:
+        run_gather(CASES, groups["draft"], pool, deadline)
+    if "cudnn" in peers:
+        found = run_cudnn(CASES, deadline)
+        for case, row in zip(CASES, groups["draft"], strict=True):
+            told = found.get(case, ["no time left"])
+            if len(told) == 1:
+                row["cudnn_note"] = told[0]
+            else:
+                row |= dict(
+                    zip(("cudnn", "cudnn_error", "folded", "folded_error"), told, strict=True)
+                )
+    Path(args.out, "paged_attention.json").write_text(json.dumps(result, indent=1))
     for name, rows in groups.items():
         if name == "others":
             for r in rows:

@@ -122,9 +122,10 @@ _HANDLES: list[object] = []
 
 def cudnn_paged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor],
-    lens: torch.Tensor, max_len: int, scale: float,
+    lens: torch.Tensor, max_len: int, scale: float, folded: bool,
 ) -> list[Callable[[], torch.Tensor]]:  # fmt: skip
-    """cuDNN's paged SDPA through its frontend package, rows of a group folded by hand.
+    """cuDNN's paged SDPA through its frontend package; ``folded``: rows of a group folded by hand
+    into the rows of its KV head (possible only without a causal mask), its strongest form.
 
     query [B, S, Hq, D]; key, value NHD views; raises whatever the frontend raises where it is
     missing or refuses the graph.
@@ -137,13 +138,16 @@ def cudnn_paged(
     batch, rows, q_heads, dim = query.shape
     heads = key.shape[2]
     group = q_heads // heads
-    q = query.view(batch, rows, heads, group, dim).permute(0, 2, 1, 3, 4)
-    q = q.reshape(batch, heads, rows * group, dim).contiguous()
+    if folded:
+        q = query.view(batch, rows, heads, group, dim).permute(0, 2, 1, 3, 4)
+        q = q.reshape(batch, heads, rows * group, dim).contiguous()
+    else:
+        q = query.transpose(1, 2).contiguous()
     out = torch.empty_like(q)
     k, v = key.transpose(1, 2), value.transpose(1, 2)
     all_pages = [table.view(batch, 1, table.shape[1], 1) for table in tables]
     pages = all_pages[0]
-    len_q = torch.full((batch, 1, 1, 1), rows * group, dtype=torch.int32, device=query.device)
+    len_q = torch.full((batch, 1, 1, 1), q.shape[2], dtype=torch.int32, device=query.device)
     len_kv = lens.view(batch, 1, 1, 1)
 
     graph = cudnn.pygraph(
@@ -176,6 +180,8 @@ def cudnn_paged(
         def run() -> torch.Tensor:
             cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
             graph.execute(pack, workspace, handle=handle)
+            if not folded:
+                return out.transpose(1, 2)
             return out.view(batch, heads, rows, group, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
         return run

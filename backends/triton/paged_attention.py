@@ -163,7 +163,8 @@ def paged_attention(
         k_scale=k_scale, v_scale=v_scale, k_strides=k_strides, v_strides=v_strides,
         kv_heads=kv_heads, page=page, x=x, fp8=fp8, compute=compute,
         precision="tf32x3" if target.vendor == "nvidia" else "ieee",
-        out_dtype=torch.float32 if interpreted() else query.dtype, max_programs=MAX_PROGRAMS,
+        out_dtype=torch.float32 if interpreted() else query.dtype,
+        max_seq_len=max_seq_len, max_programs=MAX_PROGRAMS,
         overlap=overlaps(target),
     ).to(query.dtype)  # fmt: skip
 

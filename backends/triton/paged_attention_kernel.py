@@ -191,14 +191,14 @@ def _attend(
 
 @triton.jit(do_not_specialize=[
     "total_tokens", "num_row_blocks", "num_splits", "window_left", "window_right", "first_seq",
-    "num_seqs", "table_width",
+    "num_seqs", "table_width", "max_len",
 ])  # fmt: skip
 def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, seq_lens_ptr, starts_ptr,
     sinks_ptr, k_scale_ptr, v_scale_ptr,
     first_seq, num_seqs, total_tokens, num_row_blocks, num_splits,
     scale, softcap, window_left, window_right,
-    q_st, q_sh, k_sb, k_st, k_sh, k_sx, v_sb, v_st, v_sh, v_sx, table_s0, table_width,
+    q_st, q_sh, k_sb, k_st, k_sh, k_sx, v_sb, v_st, v_sh, v_sx, table_s0, table_width, max_len,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SPLIT: tl.constexpr,
@@ -225,9 +225,14 @@ def paged_attention_kernel(
     if OVERLAP:
         # Launched before the end of the kernel before, whose results are read from here on.
         tl.extra.cuda.gdc_wait()
-    FROM_START: tl.constexpr = not SPLIT and not LEFT
-    if FROM_START:  # the first page ids need not wait for the lengths
-        pages = _page_ids(table, 0, table_width * PAGE, PAGE, BLOCK_N, ONE)
+    # The first page ids need not wait for the lengths where a guess comes true: that this request
+    # is the longest one. Larger tiles have no registers to keep them.
+    GUESS: tl.constexpr = not LEFT and BLOCK_M <= 64
+    likely = 0
+    if GUESS:
+        if SPLIT:
+            likely = split * ((max_len + BLOCK_N - 1) // BLOCK_N) // num_splits * BLOCK_N
+        pages = _page_ids(table, likely, table_width * PAGE, PAGE, BLOCK_N, ONE)
     start = tl.load(starts_ptr + seq).to(tl.int32)
     q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
@@ -280,8 +285,11 @@ def paged_attention_kernel(
     full_begin = tl.minimum(tl.maximum(full_lo, begin), end)
     full_end = tl.maximum(tl.minimum(full_hi, end), full_begin)
 
-    if not FROM_START:
+    if not GUESS:
         pages = _page_ids(table, begin, end, PAGE, BLOCK_N, ONE)
+    elif SPLIT:  # noqa: SIM102 - one is known when compiling, the other is not
+        if begin != likely:
+            pages = _page_ids(table, begin, end, PAGE, BLOCK_N, ONE)
 
     qk_scale = scale
     if K_SCALE:

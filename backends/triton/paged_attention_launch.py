@@ -38,6 +38,7 @@ def launch(
     compute: torch.dtype,
     precision: str,
     out_dtype: torch.dtype,
+    max_seq_len: int,
     max_programs: int,
     overlap: bool,
 ) -> torch.Tensor:
@@ -77,6 +78,7 @@ def launch(
             scale, softcap, window_left, window_right,
             query.stride(0), query.stride(1), *k_strides, *v_strides,
             block_table.stride(0), block_table.shape[1],
+            max(0, min(max_seq_len, block_table.shape[1] * page)),
             HK=kv_heads, G=q_heads // kv_heads, D=head_dim, DV=value_dim, PAGE=page,
             CAUSAL=causal, LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
             SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,

@@ -54,6 +54,8 @@ class SmallCache:
             self.blocks = min(blocks, math.ceil((self.tokens + 3) / self.block_size) + 1)
             if self.blocks * self.block_size < self.tokens:  # few large blocks
                 self.block_size = min(block_size, math.ceil(self.tokens / self.blocks))
+            if blocks > 1:  # a trial may have more tokens than a graph that fills its cache
+                self.blocks = max(self.blocks, math.ceil(self.tokens / self.block_size))
         self.bases: dict[Node, Input] = {}
         self.strides: dict[Node, tuple[int, ...]] = {}
         for base in write.bases:

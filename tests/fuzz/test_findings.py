@@ -308,3 +308,13 @@ def test_half_a_complex_table() -> None:
     result = run_program(Program((layer,), dynamic="dynamic"))
     assert result.finding is None, result.detail
     assert {s[2] for s in result.statuses} == {"match.rope-table"}, result.statuses
+
+
+@pytest.mark.parametrize("write", ["scatter", "index", "op"])
+def test_a_graph_that_fills_its_cache(write: str) -> None:
+    """Twelve tokens for twelve slots: a trial of fifteen needs a larger cache than the graph's."""
+    layer = Layer(
+        heads=8, kv_heads=6, qkv="split", norm="late", table="gather", cache="nhd", blocks=4,
+        block_size=3, write=write, odd="slots shifted",
+    )  # fmt: skip
+    fused(Program((layer,), tokens=4, batch=3))
