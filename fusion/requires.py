@@ -74,16 +74,20 @@ class Vendor:
 
 @dataclass(frozen=True)
 class Arch:
-    """The chip is one of ``names`` exactly (``gfx942``, ``sm_90``)."""
+    """The chip is one of ``names`` exactly (``gfx942``, ``sm_90``).
+
+    With a ``vendor``, only chips of that maker are looked at; the others pass.
+    """
 
     names: tuple[str, ...]
+    vendor: str | None = None
 
     def look(self, call: KernelCall) -> Outcome:
         """See :class:`Condition`."""
         target = call.target
         return outcome(
-            "arch",
-            target.arch in self.names,
+            "arch" if self.vendor is None else f"arch ({self.vendor})",
+            self.vendor not in (None, target.vendor) or target.arch in self.names,
             target.arch,
             " or ".join(self.names),
             f"target {target.origin}",

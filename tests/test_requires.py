@@ -212,6 +212,18 @@ def test_capabilities(target, least, ok):
         )
 
 
+@pytest.mark.parametrize(
+    ("target", "ok"), [("gfx942", True), ("gfx803", False), ("gfx9999", False), ("sm_80", True)]
+)
+def test_chips_of_one_maker(target, ok):
+    """Triton's compiler fails for chips that it does not know, at the first call."""
+    seen = Arch(("gfx942", "gfx950"), vendor="amd").look(call(target))
+    assert (seen.ok, seen.name, seen.have) == (ok, "arch (amd)", target)
+    assert seen.ok or seen.reason == Reason(
+        "gate.arch", f"is not built for {target}", have=target, need="gfx942 or gfx950"
+    )
+
+
 def test_a_chip_whose_capability_nobody_knows_is_refused():
     other = dataclasses.replace(call().target, vendor="other", arch="tpu")
     assert MinCapability(80).look(dataclasses.replace(call(), target=other)).ok

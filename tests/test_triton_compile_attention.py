@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fusion.backends.triton import paged_attention_tiles as tiles
+from fusion.backends.triton.chips import AMD
 from fusion.target import Target
 
 triton = pytest.importorskip("triton", reason="the compiler under test")
@@ -160,7 +161,8 @@ def compiled_merge(arch: str, splits: int, dim: int) -> Any:
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types}
     source = triton.compiler.ASTSource(merge_kernel, signature, constants, aligned)
-    gpu = triton.backends.compiler.GPUTarget(*TARGETS[arch][:3])
+    other = ("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    gpu = triton.backends.compiler.GPUTarget(*TARGETS.get(arch, other)[:3])
     return triton.compile(source, target=gpu, options={"num_warps": geo.warps})
 
 
@@ -182,3 +184,8 @@ def test_kernels_overlap_where_the_chip_can() -> None:
     assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
     text = compiled_merge("sm_90", 16, 128).asm["ptx"]
     assert "ld.global" not in text[: text.index("griddepcontrol.wait")]
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_triton_knows_each_chip_of_the_gate(arch: str) -> None:
+    assert arch in compiled_merge(arch, 4, 64).asm["amdgcn"]

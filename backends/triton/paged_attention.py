@@ -14,18 +14,16 @@ from typing import Any
 import torch
 
 from fusion.backends.triton import paged_attention_tiles as tiles
+from fusion.backends.triton.chips import CHIPS
 from fusion.kernel import Kernel, KernelCall
 from fusion.requires import (
     Check,
     DtypeIn,
     KVLayout,
-    MinCapability,
     OnDevice,
-    PackageVersion,
     Requires,
     SameDtype,
     UnitLastStride,
-    Vendor,
 )
 from fusion.target import Target
 
@@ -235,9 +233,7 @@ KERNEL = Kernel(
     describe=_describe,
     requires=Requires(
         (
-            Vendor(("nvidia", "amd")),
-            MinCapability(80),
-            PackageVersion("triton", ">=3.6,<3.10"),
+            *CHIPS,
             OnDevice(
                 ("query", "key_cache", "value_cache", "block_table", "seq_lens",
                  "query_start_loc", "sinks", "k_scale", "v_scale"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fusion.backends.triton import cache_write, lowering, prologue, tiles
+from fusion.backends.triton.chips import CHIPS
 from fusion.kernel import Function, Kernel, KernelCall
 from fusion.requires import (
     AttributeIn,
@@ -21,12 +22,9 @@ from fusion.requires import (
     Condition,
     DtypeIn,
     KVLayout,
-    MinCapability,
-    PackageVersion,
     Requires,
     SameDtype,
     UnitLastStride,
-    Vendor,
 )
 
 MAX_HEAD_DIM = 512
@@ -76,9 +74,7 @@ def _rotary(call: KernelCall) -> tuple[bool, object]:
 
 
 _EVERY: tuple[Condition, ...] = (
-    Vendor(("nvidia", "amd")),
-    MinCapability(80),
-    PackageVersion("triton", ">=3.6,<3.10"),
+    *CHIPS,
     KVLayout(("NHD", "SHUFFLE")),
     Check("one device", "one device for all", "gate.device", _one_device),
     DtypeIn(("query", "key", "value"), _FLOATS),
