@@ -299,3 +299,20 @@ def test_cost_is_linear_in_layers() -> None:
         spent.append(time.process_time() - started)
     assert spent[1] < 6 * spent[0]
     assert spent[1] < 32 * 0.03
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_positions_in_another_shape(turned: bool) -> None:
+    """q's rows gathered by positions [B, S], k's by the same ones flat, or flat in another order."""
+
+    def fn(q: Any, k: Any, table: Any, positions: Any) -> Any:
+        flat = (positions.t() if turned else positions).reshape(-1) + 1
+        cos, sin = (t.unsqueeze(1) for t in table[positions + 1].chunk(2, -1))
+        c, s = (t.unsqueeze(1) for t in table[flat].view(B, S, -1).chunk(2, -1))
+        return with_rotate_half(q, cos, sin), with_rotate_half(k, c, s)
+
+    positions = torch.arange(B * S).flip(0).view(B, S)
+    args = (value(B, HQ, S, D), value(B, HK, S, D), value(40, D), positions)
+    traced = trace(fn, *args)
+    found = find_query_ropes(traced.graph, key(traced))
+    assert [isinstance(f, Rope) for f in found] == [not turned]
