@@ -303,7 +303,7 @@ def test_cost_is_linear_in_layers() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_positions_in_another_shape(turned: bool) -> None:
-    """q's rows gathered by positions [B, S], k's by the same ones flat, or flat in another order."""
+    """q's rows gathered by positions [B, S], k's by the same ones flat or in another order."""
 
     def fn(q: Any, k: Any, table: Any, positions: Any) -> Any:
         flat = (positions.t() if turned else positions).reshape(-1) + 1
