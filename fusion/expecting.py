@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion.discovery import discover, pass_names
+from fusion import discovery
 from fusion.registry import REGISTRY
 from fusion.render import where
 from fusion.report import Report, Site
@@ -28,7 +28,7 @@ def expect(report_or_model: Any, **counts: int | str) -> Report:
     none of the above. Returns the report that was looked at.
     """
     report = _report_of(report_or_model)
-    known = sorted({*pass_names(), *(p.name for p in report.passes)})
+    known = sorted({*discovery.pass_names(), *(p.name for p in report.passes)})
     problems: list[str] = []
     for name, count in counts.items():
         if name not in known:
@@ -97,7 +97,7 @@ def _problem(
             lines.append(f"      nearest change: {site.hint}")
     if len(misses) > 10:
         lines.append(f"    ... and {len(misses) - 10} more")
-    for broken in discover().broken:
+    for broken in discovery.discover().broken:
         lines.append(f"  pass {broken.name} is broken: {broken.reasons[0]}")
     return "\n".join(lines)
 
