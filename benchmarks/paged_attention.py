@@ -486,6 +486,7 @@ def main() -> None:
     todo = {"draft": CASES, "decode": DECODE, "others": OTHERS}
     for name, cases in todo.items():
         groups[name] = run_cases(cases, pool)
+        Path(args.out, "paged_attention.json").write_text(json.dumps(result, indent=1))
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     if "gather" in peers:
         run_gather(CASES, groups["draft"], pool, deadline)

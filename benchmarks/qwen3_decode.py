@@ -219,7 +219,7 @@ def category(kernel: str) -> str:
         return "prologue"
     if "rsqrt" in kernel and ("cos" in kernel or "neg" in kernel):
         return "prologue"
-    if "attention_kernel" in kernel or "combine" in kernel or "fmha" in kernel:
+    if "attention_kernel" in kernel or "merge_kernel" in kernel or "fmha" in kernel:
         return "attention"
     if kernel.startswith("triton_"):
         return "other Triton"

@@ -285,6 +285,41 @@ def test_what_paged_attention_launches(launched: list[Any]) -> None:
     assert (how["window_left"], how["window_right"]) == (2**30, 4)  # 32-bit arithmetic
     assert how["k_scale"] is None and how["v_scale"] is None  # only fp8 caches are scaled
     assert (how["fp8"], how["compute"], how["precision"]) == ("", BF16, "tf32x3")
+    assert how["overlap"]
+    assert how["max_seq_len"] == problem.arguments()[0][7]
+
+
+@pytest.mark.parametrize(
+    ("arch", "overlaps"), [("sm_80", False), ("sm_90", True), ("sm_100", True), ("gfx942", False)]
+)
+def test_where_kernels_overlap(arch: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert paged_attention.overlaps(Target.parse(arch)) is overlaps
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keys", [16, 8192])
+def test_a_kernel_that_is_launched_early_waits(
+    overlap: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An early launch without the wait in the kernel would read what is not there yet."""
+    launch = pytest.importorskip("fusion.backends.triton.paged_attention_launch")
+    seen: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: seen.append(options)
+
+    monkeypatch.setattr(launch, "paged_attention_kernel", Kernel())
+    monkeypatch.setattr(launch, "merge_kernel", Kernel())
+    monkeypatch.setattr(paged_attention, "overlaps", lambda target: overlap)
+    monkeypatch.setattr(Target, "current", lambda: Target.parse("sm_90", triton="3.6.0"))
+    positional, keywords = Problem(query_dtype=BF16).arguments()
+    positional[7] = keys  # max_seq_len decides whether the keys are split
+    paged_attention.paged_attention(*positional, **keywords)
+    assert len(seen) == (2 if keys > 16 else 1)
+    for options in seen:
+        assert options["OVERLAP"] is options.get("launch_pdl", False) is overlap
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), [(FN, ""), (FNUZ, "fnuz")])

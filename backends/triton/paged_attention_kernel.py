@@ -210,7 +210,7 @@ def paged_attention_kernel(
 
     Without SPLIT, out is [T, Hq, DV] in the query's dtype; with it, out is f32
     [T, Hq, num_splits, DV] (normalised within the split) and lse f32 [T, Hq, num_splits], base 2,
-    -inf where the split holds no key of that row (its part of out is then not written).
+    -inf where the split holds no key of that row (its part of out is then zero).
     """
     pid = tl.program_id(0)
     row_block = pid % num_row_blocks

@@ -48,6 +48,8 @@ def launch(
     only) groups of the head dimension. ``overlap``: launch each kernel while the one before it
     still ends (programmatic dependent launch). Other arguments as in ``paged_attention``.
     """
+    # Only a guess, so it is kept where 32-bit arithmetic of the kernel cannot wrap.
+    longest = max(0, min(max_seq_len, block_table.shape[1] * page, 2**30 // geo.splits))
     overlapped = {"launch_pdl": True} if overlap else {}
     tokens, q_heads, head_dim = query.shape
     value_dim = value_cache.shape[3]
@@ -78,7 +80,7 @@ def launch(
             scale, softcap, window_left, window_right,
             query.stride(0), query.stride(1), *k_strides, *v_strides,
             block_table.stride(0), block_table.shape[1],
-            max(0, min(max_seq_len, block_table.shape[1] * page)),
+            longest,
             HK=kv_heads, G=q_heads // kv_heads, D=head_dim, DV=value_dim, PAGE=page,
             CAUSAL=causal, LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
             SINKS=sinks is not None, K_SCALE=k_scale is not None, V_SCALE=v_scale is not None,

@@ -123,7 +123,7 @@ def choose(
        take 32 or 16.
     3. *Warps.* Four for 64 rows, eight for 128, sixteen for 256.
     4. *Splits.* About one program for each multiprocessor, two of the small ones where every
-       split keeps 768 keys. More only enlarge the combine.
+       split keeps 768 keys. More only enlarge the merge.
     """
     block_d = max(16, next_power_of_2(head_dim))
     block_dv = max(16, next_power_of_2(value_dim))

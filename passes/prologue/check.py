@@ -26,6 +26,7 @@ from fusion.graph.shapes import NoHintError, hint
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Region, RegionError
 from fusion.passes.prologue.chain import Chain
+from fusion.passes.prologue.dependent import half_a_table, made_inside
 from fusion.passes.prologue.operation import Operand, Operation
 from fusion.passes.prologue.trial import Trial, no_count, same_bits, small_sizes, token_counts
 from fusion.pipeline import Context
@@ -70,16 +71,19 @@ def check(chain: Chain, operation: Operation, context: Context) -> Checked:
     Time is the thread's own CPU time: a busy machine must not change what is fused.
     """
     started = time.thread_time()
-    if (half := _half_a_table(chain)) is not None:
+    if (half := half_a_table(chain)) is not None:
         return Checked("refused", reason=half)
     try:
         roles = _roles(operation)
         twins = getattr(chain.write, "twins", {})
         roles |= {twin: roles[same] for twin, same in twins.items() if same in roles}
         outputs = _outputs(chain, operation)
-        made = _made_inside(chain, roles)
+        made = made_inside(chain, roles)
         region = Region.between(roles.keys() - made, list(outputs))
-        key = digest_of((region.fingerprint(roles), _signature(chain, operation, roles, outputs)))
+        # What the check computes is no input of the region: its place must be told apart as well.
+        places = [i for i, node in enumerate(region.nodes) if node in made]
+        signature = _signature(chain, operation, roles, outputs)
+        key = digest_of((region.fingerprint(roles), signature, str(places)))
         if (known := context.validations.get(key)) is not None:
             key_node = chain.k_rope.out.node
             reason = known.reason and known.reason.at(key_node.name, source_of(key_node))
@@ -327,34 +331,6 @@ def _roles(operation: Operation) -> dict[Node, str]:
         elif isinstance(operand, CachePlane):
             roles.setdefault(operand.base, name)
     return roles
-
-
-def _half_a_table(chain: Chain) -> Reason | None:
-    """Where one of cos and sin could be followed to where it comes from and the other only to the
-    complex table that both make up (its width is symbolic): no random values serve both."""
-    cos, sin = chain.k_rope.cos, chain.k_rope.sin
-    if (cos.part is None) == (sin.part is None):
-        return None
-    whole, part = (cos, sin) if cos.part is None else (sin, cos)
-    return Reason(
-        "match.rope-table",
-        "cos and sin make up a complex table, and only one of them can be read out of it",
-        have=f"{whole.node.name} and {part.part} of {part.node.name}",
-        need="both parts of one table, or each a tensor of its own",
-        node=part.node.name,
-        source=source_of(part.node),
-    )
-
-
-def _made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:
-    """The value's node where it lies on the way to the written key (V is K, or K before its rope):
-    the check must compute it, since a random one would be written as K too."""
-    if chain.write is None or roles[chain.write.value.node] != "value":
-        return set()  # nothing written, or V is what K is made from: one input for both
-    value = chain.write.value.node
-    others = [node for node in roles if node is not value]
-    key = Region.between(others, [chain.k_rope.out.node, chain.write.key.node])
-    return {value} & set(key.nodes)
 
 
 def _outputs(chain: Chain, operation: Operation) -> dict[Node, str]:

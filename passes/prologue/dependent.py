@@ -1,0 +1,48 @@
+"""Operands that are made from other operands: the check cannot give each a random value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Node
+
+from fusion.graph.provenance import source_of
+from fusion.match.region import Region
+from fusion.passes.prologue.chain import Chain
+from fusion.reason import Reason
+
+
+def half_a_table(chain: Chain) -> Reason | None:
+    """Where one of cos and sin could be followed to where it comes from and the other only to the
+    complex table that both make up (its width is symbolic): no random values serve both."""
+    cos, sin = chain.k_rope.cos, chain.k_rope.sin
+    if (cos.part is None) == (sin.part is None):
+        return None
+    whole, part = (cos, sin) if cos.part is None else (sin, cos)
+    behind = {part.node}
+    todo = [part.node]
+    while todo and whole.node not in behind:
+        new = [n for n in todo.pop().all_input_nodes if n not in behind]
+        behind.update(new)
+        todo += new
+    if whole.node not in behind:
+        return None  # a tensor of its own
+    return Reason(
+        "match.rope-table",
+        "cos and sin make up a complex table, and only one of them can be read out of it",
+        have=f"{whole.node.name} and {part.part} of {part.node.name}",
+        need="both parts of one table, or each a tensor of its own",
+        node=part.node.name,
+        source=source_of(part.node),
+    )
+
+
+def made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:
+    """The value's node where it lies on the way to the written key (V is K, or K before its rope):
+    the check must compute it, since a random one would be written as K too."""
+    if chain.write is None or roles[chain.write.value.node] != "value":
+        return set()  # nothing written, or V is what K is made from: one input for both
+    value = chain.write.value.node
+    others = [node for node in roles if node is not value]
+    key = Region.between(others, [chain.k_rope.out.node, chain.write.key.node])
+    return {value} & set(key.nodes)
