@@ -103,6 +103,26 @@ def test_all_rows_of_a_kv_head_are_in_one_block_when_the_grid_is_full() -> None:
         assert geo.splits == 1
 
 
+def test_where_keys_are_split_128_rows_are_two_blocks_that_share_a_multiprocessor() -> None:
+    """Measured on an H200: 3 to 6 % faster than one large block; 5 to 12 % slower unsplit."""
+    for batch, blocks in ((8, 2), (32, 2), (128, 1)):
+        geo = rule(batch, heads=1, group=8, rows=16, keys=32768)
+        assert geo.row_blocks == blocks
+        assert (geo.splits > 1) == (blocks > 1)
+        assert geo.keys == 64
+    assert rule(8, heads=4, group=16, rows=16, keys=32768).row_blocks == 1  # long, 256 rows
+    assert rule(8, heads=4, group=16, rows=16, keys=1024).row_blocks == 4
+
+
+def test_more_rows_ask_for_more_keys_in_a_split_and_few_keys_for_smaller_tiles() -> None:
+    assert rule(keys=32768, rows=8).splits == 32  # 32 rows: 1024 keys a split are enough
+    assert rule(keys=32768, rows=16).splits == 16  # 64 rows: a partial result is twice as large
+    assert rule(8, keys=8192, rows=16).splits == 4
+    assert [rule(batch, keys=1024).keys for batch in (16, 17, 32, 33)] == [64, 32, 32, 64]
+    assert rule(32, keys=8192).keys == 64
+    assert rule(32, keys=1024, target=Target.parse("gfx942")).keys == 64
+
+
 def test_a_small_batch_is_split_and_a_short_one_is_not_split_to_dust() -> None:
     assert rule().splits == 16
     assert rule(keys=32768).splits == 32

@@ -115,6 +115,20 @@ def _rows(
 
 
 @triton.jit
+def _queries(
+    q_ptr, start, q_len, row_first, head, q_st, q_sh, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows of a block, [BLOCK_M, BLOCK_D], of a request whose queries begin at `start`."""
+    rows = row_first + tl.arange(0, BLOCK_M)
+    token = rows // G
+    d = tl.arange(0, BLOCK_D)
+    at = (start + token).to(tl.int64) * q_st + (head * G + rows % G) * q_sh
+    mask = (token < q_len)[:, None] & (d < D)[None, :]
+    return tl.load(q_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _soften(
     qk, m, den, n0, lo, hi, q_pos, qk_scale, cap_scale, softcap, window_left, window_right,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -233,10 +247,18 @@ def paged_attention_kernel(
         if SPLIT:
             likely = split * ((max_len + BLOCK_N - 1) // BLOCK_N) // num_splits * BLOCK_N
         pages = _page_ids(table, likely, table_width * PAGE, PAGE, BLOCK_N, ONE)
+    # Likewise the queries, for the case that all requests have equally many: K and V are asked for
+    # only once the queries are there, and those would be asked for once their place is known.
+    row_first = row_block * BLOCK_M
+    GUESS_Q: tl.constexpr = GUESS and not SPLIT
+    likely_len = 0
+    if GUESS_Q:
+        likely_len = total_tokens // num_seqs
+        q = _queries(q_ptr, seq * likely_len, likely_len, row_first, head, q_st, q_sh, G, D,
+                     BLOCK_M, BLOCK_D)  # fmt: skip
     start = tl.load(starts_ptr + seq).to(tl.int32)
     q_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - start
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
-    row_first = row_block * BLOCK_M
     if not SPLIT:
         # Rows that belong to no request yield zeros; normally there are none. Behind the loads that
         # everything waits for: a load behind this loop could not start before its end.
@@ -294,11 +316,9 @@ def paged_attention_kernel(
     qk_scale = scale
     if K_SCALE:
         qk_scale = qk_scale * tl.load(k_scale_ptr).to(tl.float32)
-    d = tl.arange(0, BLOCK_D)
-    q_row = (start + token).to(tl.int64) * q_st + q_head * q_sh
-    q = tl.load(
-        q_ptr + q_row[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0
-    ).to(COMPUTE)
+    if not GUESS_Q or (start != seq * likely_len) | (q_len != likely_len):
+        q = _queries(q_ptr, start, q_len, row_first, head, q_st, q_sh, G, D, BLOCK_M, BLOCK_D)
+    q = q.to(COMPUTE)
     if K_SCALE:
         # The sign of the scale goes into q (exact), so that scaling keeps the order of the scores;
         # the host did so for ``scale``. Arithmetic on q makes it a register operand of the matrix

@@ -43,7 +43,7 @@ def next_power_of_2(n: int) -> int:
 # table must all name the same geometry.
 PROGRAMS = 128
 MIN_KEYS = 64
-LONG = 2048  # keys of one program from which large tiles pay
+LONG = 2048  # keys of one program; the largest blocks pay from here on
 MAX_SPLITS = 256
 
 # Shared memory that one program may plan with, bytes; a little less than the chip has.
@@ -70,14 +70,15 @@ def _rows_and_splits(total_rows: int, heads: int, keys: int, most_rows: int) -> 
     smallest = min(64, most_rows)
     rows = max(smallest, min(most_rows, next_power_of_2(total_rows)))
     # A large block fills a multiprocessor by itself and is slow to start and to merge. Where the
-    # keys must be split and few are left for each, small blocks finish earlier, although each of
-    # them reads K and V again (from the L2).
-    if rows > smallest and splits(rows) > 1 and keys < LONG * splits(rows):
+    # keys must be split, two small blocks finish earlier, although each of them reads K and V again
+    # (from the L2); more than two only where few keys are left for each.
+    if rows > smallest and splits(rows) > 1 and (rows <= 128 or keys < LONG * splits(rows)):
         rows = smallest
     found = splits(rows)
-    # Two small programs fit one multiprocessor: twice the splits, if each keeps enough keys.
+    # Two small programs fit one multiprocessor: twice the splits, if each keeps enough keys to
+    # make up for its partial result, which is as large as K and V of `rows` keys.
     twice = splits(rows, 2 * PROGRAMS)
-    if rows <= 64 and keys >= (768 if total_rows <= rows else 512) * twice:
+    if rows <= 64 and keys >= (max(768, 32 * total_rows) if total_rows <= rows else 256) * twice:
         found = twice
     tiles = -(-keys // MIN_KEYS)  # one for each of the first 16 splits, two for each of more
     return rows, max(1, min(found, max(min(16, tiles), -(-tiles // 2)), MAX_SPLITS))
@@ -113,17 +114,19 @@ def choose(
     The reasoning, in order:
 
     1. *Rows.* ``M = max_query_len * group`` rows share a KV head; one block of them reads K and V
-       once. Hopper's matrix instruction takes 64 rows by one group of four warps, which keeps
+       once; where the keys are split, two blocks that share a multiprocessor are better than one of
+       128. Hopper's matrix instruction takes 64 rows by one group of four warps, which keeps
        each row's maximum and sum within a warp: fewer rows are padded to 64, since the wasted
        arithmetic is free where memory is the limit (8 to 10 % faster than blocks of 16 or 32).
        Chips without it use blocks of 16 and 32. The f32 accumulator (rows x columns) must stay
        in registers: at most 256 rows of 128 columns on NVIDIA, 128 on AMD, fewer of wider heads.
-    2. *Keys.* 64: enough bytes in flight, few registers; 128 for 128 rows and long runs, where
-       arithmetic is the limit and each step's overhead counts (3 to 5 %). Wide heads and float32
-       take 32 or 16.
+    2. *Keys.* 64: enough bytes in flight, few registers (128 leave the compiler none for 128 rows:
+       5 to 12 % slower); 32 where all programs start and end together and each has few, since
+       the last tile of each is not overlapped with anything (2 %). Wide heads and float32 take 32
+       or 16.
     3. *Warps.* Four for 64 rows, eight for 128, sixteen for 256.
     4. *Splits.* About one program for each multiprocessor, two of the small ones where every
-       split keeps 768 keys. More only enlarge the merge.
+       split keeps 768 keys, and 32 for each row. More only enlarge the merge.
     """
     block_d = max(16, next_power_of_2(head_dim))
     block_dv = max(16, next_power_of_2(value_dim))
@@ -143,10 +146,11 @@ def choose(
     rows, splits = _rows_and_splits(total_rows, max(1, batch * kv_heads), max_seq_len, most)
 
     keys = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    programs = max(1, batch * kv_heads) * -(-total_rows // rows) * splits
     if wide:
         keys = 32 if widest <= 128 else 16
-    elif rows == 128 and wgmma and max_seq_len >= LONG * splits:
-        keys = 128
+    elif wgmma and splits == 1 and PROGRAMS < programs <= 2 * PROGRAMS and max_seq_len <= LONG:
+        keys = min(keys, 32)
     warps = {16: 4, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
     if widest > 128 and (wide or rows >= 32):
         warps = 8
