@@ -6,11 +6,25 @@ are captured and timed alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import torch
 import triton
 import triton.language as tl
+from paged_attention_cases import (
+    CUDNN_BYTES,
+    POOL_BYTES,
+    SCALE,
+    SMALL_BYTES,
+    Case,
+    Setup,
+    estimate_us,
+    make_pool,
+    measure,
+)
 
 
 @triton.jit
@@ -187,3 +201,80 @@ def cudnn_paged(
         return run
 
     return [runner(pages) for pages in all_pages]
+
+
+def run_gather(
+    cases: Sequence[Case], rows: Sequence[dict[str, object]], pool: torch.Tensor, deadline: float
+) -> None:
+    """Time and check gather + SDPA, until the deadline (host clock); into the rows."""
+    for case, row in zip(cases, rows, strict=True):
+        if time.monotonic() > deadline:
+            return
+        setup = Setup(case, pool[: SMALL_BYTES // 2] if case.kv_bytes <= SMALL_BYTES else pool)
+        guess = estimate_us(case)
+        few = setup.tables if guess < 200 else setup.tables[:1]
+        runs = gather_sdpa(setup.query, setup.cache, few, SCALE)
+        row["gather"], outputs, graph = measure(runs, guess * 4)
+        have, want = outputs[0], setup.reference(0)
+        assert isinstance(have, torch.Tensor)
+        row["gather_error"] = ((have.float() - want).norm() / want.norm()).item()
+        del outputs, graph
+        torch.cuda.empty_cache()
+
+
+def _cudnn_worker(cases: Sequence[Case], sender: Connection) -> None:
+    """Sends (index, the fields of its row) for each case: microseconds and relative error as it
+    comes and folded, or what was raised."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    pool: torch.Tensor | None = None
+    for index, case in enumerate(cases):
+        try:
+            size = CUDNN_BYTES if case.kv_bytes <= CUDNN_BYTES else POOL_BYTES
+            if pool is None or pool.numel() * 2 != size:
+                pool = make_pool(size)
+            setup = Setup(case, pool)
+            guess = estimate_us(case)
+            few = setup.tables if guess < 200 else setup.tables[:1]
+            found: dict[str, object] = {}
+            for name, folded in (("cudnn", False), ("folded", True)):
+                runs = cudnn_paged(setup.query, setup.key, setup.value, few, setup.lens,
+                                   case.context, SCALE, folded)  # fmt: skip
+                us, outputs, _ = measure(runs, guess * (2 if folded else 8))
+                out = outputs[-1]  # all calls write the same buffer; the last one's table is known
+                assert isinstance(out, torch.Tensor)
+                want = setup.reference((len(outputs) - 1) % len(few))
+                error = ((out.float() - want).norm() / want.norm()).item()
+                found |= {name: us, f"{name}_error": error}
+            sender.send((index, found))
+        except Exception as problem:
+            sender.send((index, {"cudnn_note": f"{type(problem).__name__}: {problem}"[:200]}))
+            if "CUDA" in str(problem) or "cuda" in str(problem):
+                return  # after a fault nothing works in this process
+
+
+def run_cudnn(cases: Sequence[Case], deadline: float) -> dict[Case, dict[str, object]]:
+    """cuDNN's paged SDPA by case, as fields of the case's row, in processes of its own: its kernel
+    faults on some shapes, and a fault ends a process's CUDA. Small caches first, so that the pool
+    is made twice only."""
+    results: dict[Case, dict[str, object]] = {}
+    left = sorted(cases, key=lambda c: c.kv_bytes > CUDNN_BYTES)
+    context = get_context("spawn")
+    while left and time.monotonic() < deadline:
+        receiver, sender = context.Pipe(duplex=False)
+        worker = context.Process(target=_cudnn_worker, args=(left, sender), daemon=True)
+        worker.start()
+        sender.close()
+        done = 0
+        try:
+            while receiver.poll(max(0.0, deadline - time.monotonic())):
+                index, results[left[index]] = receiver.recv()
+                done = index + 1
+        except EOFError:
+            pass
+        worker.kill()
+        worker.join()
+        if done < len(left) and time.monotonic() < deadline and done == 0:
+            results[left[0]] = {"cudnn_note": "the process died"}
+            done = 1
+        left = left[done:]
+    return results

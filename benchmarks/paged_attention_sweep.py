@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from paged_attention import Case, D, Setup, estimate_us, geometry, make_pool, measure, warm
+from paged_attention_cases import Case, D, Setup, estimate_us, geometry, make_pool, measure, warm
 
 from fusion.backends.triton.paged_attention_tiles import Tiles
 
