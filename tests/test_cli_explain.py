@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from importlib import resources
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -184,6 +186,34 @@ def test_usage_errors_are_status_2_and_say_what_is_wrong(capsys, arguments, mess
     assert (ran.status, ran.out) == (2, "")
     assert message in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_a_file_may_import_its_neighbours_and_the_import_path_is_put_back(
+    capsys, tmp_path, monkeypatch
+):
+    """As ``python file.py`` may, at once and when the model is called."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "neighbour_now.py").write_text("def model():\n    import neighbour_later as n\n\n"
+                                               "    return n.call\n")  # fmt: skip
+    (tmp_path / "neighbour_later.py").write_text(
+        "def call(x):\n    import neighbour_last\n\n    return neighbour_last.ONE + x\n"
+    )
+    (tmp_path / "neighbour_last.py").write_text("ONE = 1\n")
+    (tmp_path / "main_of_neighbours.py").write_text(
+        "import torch\nfrom neighbour_now import model\n\n\n"
+        "def build():\n    return model(), (torch.ones(2),), {}\n"
+    )
+    monkeypatch.chdir(tmp_path / "work")
+    path = list(sys.path)
+    ran = run(capsys, "explain", "../main_of_neighbours.py:build")
+    assert ran.status == 0, ran.err
+    assert "no KV-cache write" in ran.out
+    assert sys.path == path
+    run(capsys, "explain", "../main_of_neighbours.py:nobody")
+    assert sys.path == path
+    for name in ("neighbour_now", "neighbour_later", "neighbour_last", "main_of_neighbours"):
+        file = sys.modules.pop(name).__file__
+        assert Path(file).resolve() == (tmp_path / f"{name}.py").resolve()
 
 
 def test_options_reach_the_pipeline(capsys):

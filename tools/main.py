@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (a miss) or 2 (usage, internal error)."""
     from fusion.config import ConfigError
 
+    path = list(sys.path)  # a SOURCE that is a function has its folder put there
     try:
         status = app(
             args=None if arguments is None else list(arguments),
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         talk("internal error; please report it with this text:")
         talk(traceback.format_exc())
         return FAILED
+    finally:
+        sys.path[:] = path
     return status if isinstance(status, int) else 0
 
 

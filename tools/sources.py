@@ -105,16 +105,20 @@ def _from_function(source: str, head: str, name: str) -> Loaded:
 
 
 def _module(head: str) -> Any:
-    """Import a module by name, or a file by path, as ``python`` itself would find it."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    """Import a module by name, or a file by path, as ``python`` itself would find it.
+
+    What it imports is looked for in the work folder and, first, in the folder of the file. They
+    stay on the import path, because a model may import when it is called; the command line takes
+    them off when the command ends.
+    """
+    _import_from(os.getcwd())
     try:
         if not head.endswith(".py"):
             return importlib.import_module(head)
         path = Path(head)
         if not path.is_file():
             raise CommandError(f"there is no file {head}")
+        _import_from(str(path.resolve().parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -125,6 +129,12 @@ def _module(head: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise CommandError(f"{head} could not be imported: {_short(error)}") from error
+
+
+def _import_from(folder: str) -> None:
+    """Look in ``folder`` first. An import path of before is not touched (it is put back later)."""
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
 
 
 def _exported(path: Path) -> Loaded:
