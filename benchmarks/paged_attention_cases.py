@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fusion.backends.triton import paged_attention_tiles as tiles
 from fusion.backends.triton.paged_attention import paged_attention
+from fusion.backends.triton.sizes import next_power_of_2
 from fusion.target import Target
 
 D = 128
@@ -231,7 +232,7 @@ def distinct(cases: Sequence[Case]) -> list[tuple[Case, tiles.Tiles | None]]:
     for case in cases:
         geo = geometry(case)
         key = (case.hq, case.hkv, case.page, case.causal, geo.rows, geo.keys, geo.warps,
-               geo.stages, geo.splits > 1, tiles.next_power_of_2(geo.splits))  # fmt: skip
+               geo.stages, geo.splits > 1, next_power_of_2(geo.splits))  # fmt: skip
         seen.setdefault(key, (case, None))
     return list(seen.values())
 

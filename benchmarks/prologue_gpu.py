@@ -33,7 +33,7 @@ TILES = [
 
 
 def _tile(t):
-    from fusion.backends.triton.tiles import Tile
+    from fusion.backends.triton.prologue_tiles import Tile
 
     return Tile(*t)
 

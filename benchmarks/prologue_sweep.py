@@ -1,4 +1,4 @@
-"""Tile sweep of the Triton prologue on a GPU, used to set `fusion/backends/triton/tiles.py`.
+"""Tile sweep of the Triton prologue on a GPU: where the numbers of `prologue_tiles.py` come from.
 
 Compiles every candidate in parallel first (Triton's cache is shared between processes), checks
 random calls of the whole attribute space against the reference, then times each tile (and source
@@ -71,7 +71,7 @@ def warm(job) -> str:
     """Compile one (variant, heads, tile) in a worker process."""
     variant, heads, tile, folder = job
     from fusion.backends.triton.bench import prologue as bench
-    from fusion.backends.triton.tiles import Tile
+    from fusion.backends.triton.prologue_tiles import Tile
 
     use(variant, folder)
     shape = bench.Shape(*heads, 64)

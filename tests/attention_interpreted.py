@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fusion.backends.triton import paged_attention as module
 from fusion.backends.triton.paged_attention import paged_attention
-from fusion.backends.triton.paged_attention_tiles import Tiles, next_power_of_2
+from fusion.backends.triton.paged_attention_tiles import Tiles
+from fusion.backends.triton.sizes import next_power_of_2
 from tests.attention_probe import LAYOUTS, Problem, assert_non_causal, sees_keys
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_paged_attention.py"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fusion.backends import reference
 from fusion.backends.triton import cache_write, prologue
-from fusion.backends.triton.tiles import Tile
+from fusion.backends.triton.prologue_tiles import Tile
 from tests.prologue_cases import Case, build, check, random_case, runner
 
 EXAMPLES = int(os.environ.get("PROLOGUE_EXAMPLES", "40"))

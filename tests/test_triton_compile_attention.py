@@ -16,6 +16,7 @@ import torch
 
 from fusion.backends.triton import paged_attention_tiles as tiles
 from fusion.backends.triton.chips import AMD
+from fusion.backends.triton.sizes import next_power_of_2
 from fusion.target import Target
 
 triton = pytest.importorskip("triton", reason="the compiler under test")
@@ -151,10 +152,10 @@ def test_no_spills_more(arch: str, name: str, tmp_path: pathlib.Path) -> None:
 def compiled_merge(arch: str, splits: int, dim: int) -> Any:
     from fusion.backends.triton.paged_attention_merge import merge_kernel
 
-    geo = tiles.merge_tiles(splits, max(16, tiles.next_power_of_2(dim)))
+    geo = tiles.merge_tiles(splits, max(16, next_power_of_2(dim)))
     constants = {
         "HQ": 32, "DV": dim, "ROWS": geo.rows, "BLOCK_S": geo.block_s, "CHUNK": geo.chunk,
-        "BLOCK_DV": max(16, tiles.next_power_of_2(dim)), "OVERLAP": arch == "sm_90",
+        "BLOCK_DV": max(16, next_power_of_2(dim)), "OVERLAP": arch == "sm_90",
     }  # fmt: skip
     types = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "starts_ptr": "*i32"}
     names = merge_kernel.arg_names

@@ -15,8 +15,9 @@ import subprocess
 import pytest
 import torch
 
-from fusion.backends.triton import prologue, tiles
+from fusion.backends.triton import prologue
 from fusion.backends.triton import prologue_plan as plan
+from fusion.backends.triton import prologue_tiles as tiles
 from fusion.backends.triton.prologue_plan import Attributes, Operand
 
 triton = pytest.importorskip("triton", reason="the compiler under test")

@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion.ops as ops
-from fusion.backends.triton import cache_write, lowering, paged_attention, prologue, tiles
+from fusion.backends.triton import cache_write, lowering, paged_attention, prologue
+from fusion.backends.triton import prologue_tiles as tiles
 from fusion.graph.lowerings import Decline
 from fusion.kernel import TensorSpec
 from fusion.target import Target

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion.backends.triton.sizes import next_power_of_2
 from fusion.target import Target
 
 
@@ -31,11 +32,6 @@ class Tiles:
             f"{self.rows} rows x {self.keys} keys, {self.warps} warps, {self.stages} stages, "
             f"{self.row_blocks} row block(s), {self.splits} split(s)"
         )
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is >= n (1 for n <= 1)."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 # An H200 has 132 multiprocessors; 128 programs are nearly as many and divide lengths evenly. The

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.backends.triton import tiles
+from fusion.backends.triton import prologue_tiles as tiles
 from fusion.backends.triton.prologue_plan import (
     FP8_CODES,
     RUN_TIME,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fusion.backends.triton import cache_write, lowering, prologue, tiles
+from fusion.backends.triton import cache_write, lowering, prologue
+from fusion.backends.triton import prologue_tiles as tiles
 from fusion.backends.triton.chips import CHIPS
 from fusion.kernel import Function, Kernel, KernelCall
 from fusion.requires import (

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.backends.triton import tiles
+from fusion.backends.triton import prologue_tiles as tiles
+from fusion.backends.triton.sizes import next_power_of_2
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FP8_CODES = {torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 2}
@@ -139,9 +140,9 @@ def constants(operands: Mapping[str, Operand | None], a: Attributes) -> dict[str
         "BLOCK_SIZE": block_size,
         "SHUFFLE": int(shuffle),
         "X": x,
-        "BH": tiles.power_of_two(rotary // 2),
-        "BT": tiles.power_of_two(dim - rotary),
-        "BV": tiles.power_of_two(dim_v),
+        "BH": next_power_of_2(rotary // 2),
+        "BT": next_power_of_2(dim - rotary),
+        "BV": next_power_of_2(dim_v),
     }
 
 

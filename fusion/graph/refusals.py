@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from fusion.graph import functional
 from fusion.graph.emit import SurgeryError
-from fusion.graph.values import copies_to, is_size, is_view
+from fusion.graph.values import behind, copies_to, is_size, is_view
 from fusion.reason import Reason
 
 
@@ -18,17 +18,10 @@ def refuse_cycle(sources: Iterable[Node], replaced: Iterable[Node]) -> None:
     if not targets:
         return
     first = min(targets)
-    seen: set[Node] = set()
-    work = list(sources)
-    while work:
-        node = work.pop()
-        if node in seen or node < first:
-            continue
-        seen.add(node)
+    for node in behind(sources, follow=lambda node: first < node):
         if node in targets:
             text = "an operand of the fused operation depends on its result"
             raise SurgeryError(Reason("safety.cycle", text, node=node.name))
-        work += node.all_input_nodes
 
 
 def refuse_side_effects(replaced: Iterable[Node], before: Node) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,3 +67,27 @@ def is_size(node: Node) -> bool:
 def copies_to(node: Node, base: Node) -> bool:
     """Whether the node is the epilogue that stores a new content in its buffer."""
     return node.target is aten.copy_.default and node.args[0] is base and node.args[1] is not base
+
+
+def behind(
+    nodes: Iterable[Node],
+    *,
+    stop: Set[Node] = frozenset(),
+    follow: Callable[[Node], bool] | None = None,
+    most: int | None = None,
+) -> Iterator[Node]:
+    """The nodes and what they are computed from, each once, nearest first.
+
+    Nodes of ``stop`` are left out, and what they are computed from with them unless there is
+    another way. The inputs of a node are looked at only after it was yielded, and only where
+    ``follow`` says so. Ends once more than ``most`` nodes are known.
+    """
+    todo = deque(dict.fromkeys(node for node in nodes if node not in stop))
+    seen = set(todo)
+    while todo and (most is None or len(seen) <= most):
+        node = todo.popleft()
+        yield node
+        if follow is None or follow(node):
+            fresh = [n for n in node.all_input_nodes if n not in seen and n not in stop]
+            seen.update(fresh)
+            todo += fresh

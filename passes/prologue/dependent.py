@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from fusion.graph.provenance import source_of
-from fusion.match.region import Region
+from fusion.graph.values import behind
 from fusion.passes.prologue.chain import Chain
 from fusion.reason import Reason
 
@@ -19,13 +19,7 @@ def half_a_table(chain: Chain) -> Reason | None:
     if (cos.part is None) == (sin.part is None):
         return None
     whole, part = (cos, sin) if cos.part is None else (sin, cos)
-    behind = {part.node}
-    todo = [part.node]
-    while todo and whole.node not in behind:
-        new = [n for n in todo.pop().all_input_nodes if n not in behind]
-        behind.update(new)
-        todo += new
-    if whole.node not in behind:
+    if whole.node not in behind([part.node]):
         return None  # a tensor of its own
     return Reason(
         "match.rope-table",
@@ -43,6 +37,5 @@ def made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:
     if chain.write is None or roles[chain.write.value.node] != "value":
         return set()  # nothing written, or V is what K is made from: one input for both
     value = chain.write.value.node
-    others = [node for node in roles if node is not value]
-    key = Region.between(others, [chain.k_rope.out.node, chain.write.key.node])
-    return {value} & set(key.nodes)
+    others = roles.keys() - {value}
+    return {value}.intersection(behind([chain.k_rope.out.node, chain.write.key.node], stop=others))

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from fusion.graph.elements import Unreadable
 from fusion.graph.moves import is_move
+from fusion.graph.values import behind
 from fusion.match.attention import Attention, find_attention
 from fusion.match.facts import CacheWrite, Miss, Rope, TokenView
 from fusion.match.rope import read_rope
@@ -57,7 +58,7 @@ def find_loose_keys(
     uses = [(w.key.node, False) for w in writes]
     uses += [(n, True) for n in (*keys, *output.all_input_nodes)]
     for use, moves_only in uses:
-        rope = _behind(use, taken, moves_only)
+        rope = _rope_behind(use, taken, moves_only)
         if isinstance(rope, Rope):
             found.setdefault(rope.out.node, rope)
         elif rope is not None and use in keys:
@@ -100,7 +101,9 @@ def merge_loose(sites: Sites, key: Rope, loose: Chain | Miss) -> None:
     if isinstance(loose, Chain):
         ends |= {loose.k_rope.out.node, loose.q_rope.out.node}
     for i, (write, miss) in enumerate(sites):
-        if write is None or not isinstance(miss, Miss) or not _leads(ends, write.key.node):
+        if write is None or not isinstance(miss, Miss):
+            continue
+        if ends.isdisjoint(behind([write.key.node], most=_REACH)):
             continue
         if isinstance(loose, Chain):
             sites[i] = (write, replace(loose, misses=(miss, *loose.misses[1:])))
@@ -108,27 +111,17 @@ def merge_loose(sites: Sites, key: Rope, loose: Chain | Miss) -> None:
     sites.append((None, loose))
 
 
-def _leads(ends: set[Node], to: Node) -> bool:
-    todo, seen = [to], {to}
-    while todo and len(seen) <= _REACH:
-        node = todo.pop(0)
-        if node in ends:
-            return True
-        fresh = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return False
-
-
-def _behind(use: Node, taken: frozenset[Node], moves_only: bool) -> Rope | Miss | None:
+def _rope_behind(use: Node, taken: frozenset[Node], moves_only: bool) -> Rope | Miss | None:
     """The nearest rope that a value comes from, if it belongs to no other chain.
 
     Without one, the nearest miss of a rope, told at the farthest value that has it.
     """
+
+    def follow(node: Node) -> bool:
+        return is_move(node) or node.target in _WRITTEN or not moves_only
+
     near: Miss | None = None
-    todo, seen = [use], {use}
-    while todo and len(seen) <= _REACH:
-        node = todo.pop(0)
+    for node in behind([use], follow=follow, most=_REACH):
         if node in taken:
             return None
         rope = _rope_at(node)
@@ -136,10 +129,6 @@ def _behind(use: Node, taken: frozenset[Node], moves_only: bool) -> Rope | Miss 
             return None if rope.out.node in taken else rope
         if rope is not None and (near is None or rope.depth >= near.depth):
             near = rope
-        if is_move(node) or node.target in _WRITTEN or not moves_only:
-            fresh = [n for n in node.all_input_nodes if n not in seen]
-            seen.update(fresh)
-            todo += fresh
     return near
 
 

@@ -20,7 +20,7 @@ from fusion.backends import reference
 from fusion.backends.triton import prologue
 from fusion.backends.triton.bench import harness
 from fusion.backends.triton.prologue_plan import Attributes
-from fusion.backends.triton.tiles import Tile, choose
+from fusion.backends.triton.prologue_tiles import Tile, choose
 
 HEADS = ((32, 8, 128), (64, 8, 128), (8, 1, 128))
 TOKENS = (1, 16, 128, 1024, 8192)

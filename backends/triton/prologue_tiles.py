@@ -41,11 +41,6 @@ class Tile:
         return f"{self.tokens} tokens x {self.heads} heads, {self.warps} warps{hints}{why}"
 
 
-def power_of_two(n: int) -> int:
-    """Smallest power of two that is at least ``n`` (1 for n <= 1)."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def choose(
     q_heads: int, kv_heads: int, head_dim: int, tokens: int | None, *, hints: bool = True
 ) -> Tile:
