@@ -75,10 +75,47 @@ def test_the_gate_answers_for_a_call(capsys):
     assert "float8_e4m3fn[64, 16, 8, 128]" in fp8
 
 
-def test_text_of_the_gate(capsys):
+def test_text_of_the_gate(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     ran = run(capsys, "kernels", "--target", "cpu", "--op", "qk_norm_rope")
     assert ran.status == 0
     golden("kernels", ran.out)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_gate_fits_the_terminal_and_leaves_nothing_out(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ask = ["kernels", "--target", "sm_90", "--op", PASS]
+    text = run(capsys, *ask).out
+    assert max(map(len, text.splitlines())) < columns
+    said = " ".join(text.split())
+    (entry,) = json.loads(run(capsys, *ask, "--json", "-").out)["ops"]
+    for kernel in entry["kernels"]:
+        for c in kernel["conditions"]:
+            mark = "ok" if c["ok"] else "NO"
+            line = f"{mark} {c['name']}: have {c['have']}; need {c['need']}; from {c['origin']}"
+            assert " ".join(line.split()) in said
+    # What a kernel is refused for is read first, and counted.
+    (refused,) = [k for k in entry["kernels"] if not k["accepted"]]
+    unmet = sum(not c["ok"] for c in refused["conditions"])
+    total = len(refused["conditions"])
+    head, rest = text.split(f"aiter: refused, {unmet} of {total} conditions not met\n")
+    assert "  NO  " not in head
+    marks = [line[4:6] for line in rest.splitlines() if line[4:6] in ("ok", "NO")]
+    assert marks[:unmet] == ["NO"] * unmet and "NO" not in marks[unmet:]
+
+
+def test_words_are_packed_into_lines():
+    from fusion.tools.console import packed
+
+    assert packed(["one two", "three"], "> ", ". ", 9) == ["> one two", ". three"]
+    assert packed(["one", "two three four"], "> ", ". ", 9) == [
+        "> one",
+        ". two",
+        ". three",
+        ". four",
+    ]
+    assert packed(["unbreakable"], "> ", ". ", 5) == ["> unbreakable"]
 
 
 @pytest.mark.parametrize(

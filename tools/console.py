@@ -7,6 +7,7 @@ Data goes to stdout, talk to stderr. Nothing is coloured where the stream is no 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,31 @@ def write(path: str, text: str, overwrite: bool) -> None:
             file.write(text)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def columns() -> int:
+    """How wide text that is laid out may be: as the terminal, 80 columns where there is none."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns - 1, 59), 159)
+
+
+def packed(pieces: Sequence[str], first: str, rest: str, width: int) -> list[str]:
+    """Pieces of text one after the other, as many as fit on a line of ``width``.
+
+    A piece begins a new line before it is broken, and is broken between words only. ``first`` and
+    ``rest`` stand before the first line and the ones that follow it.
+    """
+    lines, fresh = [first], True
+    for piece in pieces:
+        if not fresh and len(lines[-1]) + 1 + len(piece) > width:
+            lines.append(rest)
+            fresh = True
+        for word in piece.split(" "):
+            if not fresh and len(lines[-1]) + 1 + len(word) > width:
+                lines.append(rest)
+                fresh = True
+            lines[-1] += word if fresh else f" {word}"
+            fresh = False
+    return lines
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ", widest: int = 44) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusion.tools import options as opt
-from fusion.tools.console import CommandError, data, table, write
+from fusion.tools.console import CommandError, columns, data, packed, write
 
 if TYPE_CHECKING:
     from fusion.kernel import KernelCall
@@ -117,7 +117,7 @@ def command(
         whole = {"target": {"arch": machine.arch, "origin": machine.origin}, "ops": found}
         write(json, codec.dumps(whole, indent=2), overwrite)
     if json != "-":
-        data(to_text(found, str(machine)))
+        data(to_text(found, str(machine), columns()))
 
 
 def heads_of(text: str) -> tuple[int, int, int]:
@@ -246,29 +246,36 @@ def describe(
     return replace(call, tensors=tensors, kv_layout=layout)
 
 
-def to_text(found: list[dict[str, Any]], target: str) -> str:
-    """The gate as text: for each operation the call, then each kernel with its conditions."""
+def to_text(found: list[dict[str, Any]], target: str, width: int) -> str:
+    """The gate as text: for each operation the call, then each kernel with its conditions.
+
+    What a kernel is refused for comes first. No line is wider than ``width``, words aside.
+    """
     lines = [f"fusion kernels: target {target}"]
     for entry in found:
         lines += ["", f"{entry['op']}: {entry['chosen'] or 'no kernel'} would run"]
-        lines.append("  call: " + ", ".join(f"{n} {t}" for n, t in entry["call"].items()))
+        call = [f"{name} {tensor}," for name, tensor in entry["call"].items()]
+        call[-1] = call[-1].removesuffix(",")
+        lines += packed(call, "  call: ", "    ", width)
         for kernel in entry["kernels"]:
-            lines.append(f"  {kernel['kernel']}: {'accepted' if kernel['accepted'] else 'refused'}")
-            rows = [
-                (
-                    "ok" if c["ok"] else "NO",
-                    c["name"],
-                    f"have {c['have']}",
-                    f"need {c['need']}",
-                    f"from {c['origin']}",
-                )
-                for c in kernel["conditions"]
-            ]
-            lines += table(rows, indent="    ")
+            lines.append(f"  {kernel['kernel']}: {_verdict(kernel)}")
+            for c in sorted(kernel["conditions"], key=lambda c: bool(c["ok"])):
+                pieces = (f"{c['name']}:", f"have {c['have']};", f"need {c['need']};",
+                          f"from {c['origin']}")  # fmt: skip
+                first = f"    {'ok' if c['ok'] else 'NO'}  "
+                lines += packed(pieces, first, " " * 10, width)
             known = {(c["have"], c["need"]) for c in kernel["conditions"]}
             for r in kernel["reasons"]:
                 if (r["have"], r["need"]) not in known:
-                    lines.append(f"    {r['code']}: {r['message']}")
+                    lines += packed([f"{r['code']}:", r["message"]], "    ", " " * 10, width)
         if entry["not_asked"]:
             lines.append(f"  not asked on this target: {', '.join(entry['not_asked'])}")
     return "\n".join(lines) + "\n"
+
+
+def _verdict(kernel: dict[str, Any]) -> str:
+    conditions = kernel["conditions"]
+    unmet = sum(not c["ok"] for c in conditions)
+    if kernel["accepted"]:
+        return "accepted"
+    return f"refused, {unmet} of {len(conditions)} conditions not met" if unmet else "refused"
