@@ -7,6 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from fusion.drawing import kind_of, svg
+from fusion.nodetext import readable
 from fusion.reason import Reason
 
 if TYPE_CHECKING:  # the report calls these functions; at run time nothing is needed from it
@@ -204,6 +205,7 @@ def to_html(report: Report, *, code: Code | None = None) -> str:
         drawing=drawing,
         kinds_of=_kinds,
         kind_of=kind_of,
+        readable=readable,
         code=code or (lambda _: None),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -182,16 +183,31 @@ def test_diff_shows_what_changed_and_only_that(capsys):
     assert not [line for line in ran.out.splitlines() if line.startswith(" ")]
 
 
-def test_diff_of_one_site(capsys):
+def test_diff_of_one_site(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     ran = run(capsys, "diff", f"{MODELS}:mixed", "--site", "layers.0", "--pass", PASS)
     assert ran.status == 0
-    lines = ran.out.splitlines()
-    added = [line for line in lines if line.startswith("+%")]
-    assert sum("fusion.qk_norm_rope_kv_cache" in line for line in added) == 1
+    before, new, after = ran.out.partition("@@ new\n")
+    assert new and len([line for line in after.splitlines() if "fusion." in line]) == 1
+    said = " ".join(after.replace("\n+", "\n").split())
+    assert f"= fusion.{PASS}(query=view, key=view_1, value=view_2," in said
+    assert {line[0] for line in after.splitlines()} == {"+"}
     # How operands are prepared is the rewrite's own business; the nodes that go are the model's.
-    golden("diff-site", "\n".join(line for line in lines if line not in added))
+    golden("diff-site", re.sub(r"(tests/mutations.py):[\d, -]+", r"\1:LINES", before))
     missed = run(capsys, "diff", f"{MODELS}:mixed", "--site", "layers.1", "--pass", PASS)
     assert missed.status == 0
+
+
+def test_diff_says_of_which_layer_and_what_a_node_was_read_as(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, "diff", f"{MODELS}:mixed", "--pass", PASS).out
+    assert max(map(len, out.splitlines())) < 80
+    assert re.search(r"(?m)^@@ -\d+,\d+ \+\d+,\d+ @@ layers\.0$", out)
+    assert re.search(r"(?m)^@@ -\d+,\d+ \+\d+,\d+ @@ layers\.2$", out)
+    assert re.search(r"(?m)^-rsqrt = aten\.rsqrt\(add\)  # q norm$", out)
+    assert re.search(r"(?m)^-cat_1 = aten\.cat\(\[sub_1, add_3\], -1\)  # k rope$", out)
+    for noise in ("num_users", "OpOverload", "_base_index", "%", "call_function"):
+        assert noise not in out
 
 
 def test_diff_without_a_change(capsys):
