@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,13 @@ from fusion.nodetext import readable
 from fusion.reason import Reason
 
 if TYPE_CHECKING:  # the report calls these functions; at run time nothing is needed from it
-    from fusion.report import Group, Report, Site
+    from fusion.report import CandidateLike, Group, Report, Site
 
+
+_NUMBERED = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")
+"""The path of a numbered layer: ``model.layers.3`` of ``model.layers.3.self_attn``."""
+_CHIP = "gate.arch"
+"""The reason of a kernel that runs on other chips only, whatever the call."""
 
 Code = Callable[[str], "str | None"]
 """Gives the text of the line that a ``file:line`` names, or None where it is not at hand."""
@@ -32,6 +39,7 @@ def to_text(
         for p in report.passes
         if p.status != "built" or p.mode != "auto"
     ]
+    lines += [] if details else _refused_on_target(report)
     if not report.graphs:
         lines.append("no graph was compiled")
     for graph in report.graphs:
@@ -51,7 +59,7 @@ def to_text(
         lines += _table(rows)
         for g in groups:
             if g.first.near_miss or details:
-                lines += ["", *_explain(g, code)]
+                lines += ["", *_explain(g, code, details)]
             else:
                 lines += _passed_over(g)
     return "\n".join(lines) + "\n"
@@ -105,12 +113,12 @@ def _tally(sites: Sequence[Site], unknown: bool = False) -> str:
 
 
 def _count(g: Group) -> str:
-    layers = {s.layer for s in g.sites}
+    """``36 layers``, or ``36 sites`` where they are not each in a numbered layer of its own."""
     n = len(g.sites)
     if n == 1:
         return where(g.first)
-    noun = "layers" if None not in layers and len(layers) == n else "sites"
-    return f"{n} {noun}"
+    layers = {found[0] for s in g.sites if (found := _NUMBERED.match(s.layer or ""))}
+    return f"{n} {'layers' if len(layers) == n else 'sites'}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -118,7 +126,27 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]}".rstrip() for r in rows]
 
 
-def _explain(g: Group, code: Code | None) -> list[str]:
+def _refused_on_target(report: Report) -> list[str]:
+    """A line for each kernel that was wanted and is not for this chip, instead of one a group."""
+    wanted = [c for s in report.sites for c in _wanted(s)]
+    wanted += [c for s in report.sites if s.near_miss for c in s.candidates if not c.accepted]
+    said = [
+        f"kernel {c.kernel} refused on this target: {replace(r, node=None)}"
+        for c in wanted
+        for r in c.reasons
+        if r.code == _CHIP
+    ]
+    return list(dict.fromkeys(said))
+
+
+def _wanted(site: Site) -> list[CandidateLike]:
+    """The refused kernels that stood before the chosen one in the order of preference."""
+    names = [c.kernel for c in site.candidates]
+    end = names.index(site.kernel) if site.kernel in names else len(names)
+    return [c for c in site.candidates[:end] if not c.accepted]
+
+
+def _explain(g: Group, code: Code | None, details: bool) -> list[str]:
     site = g.first
     places = list(dict.fromkeys(where(s) for s in g.sites))
     shown = ", ".join(places[:4])
@@ -128,10 +156,19 @@ def _explain(g: Group, code: Code | None) -> list[str]:
     lines = [f"  {status}: {shown}" + (f" at {site.source}" if site.source else "")]
     lines += _code_line(site.source, code, "    ")
     for reason in site.reasons:
-        lines += _reason(reason, "    ", code)
+        here = reason.node is None and reason.source == site.source
+        lines += _reason(replace(reason, source=None) if here else reason, "    ", code)
+    known = {_gist(r) for r in site.reasons}
     for candidate in site.candidates:
-        if not candidate.accepted:
-            lines.append(f"    kernel {candidate.kernel} refused")
+        if candidate.accepted:
+            continue
+        codes = [r.code for r in candidate.reasons]
+        lines.append(f"    kernel {candidate.kernel} refused")
+        if not details and _CHIP in codes:
+            lines[-1] += f": {_CHIP}, see above"
+        elif codes and known.issuperset(map(_gist, candidate.reasons)):
+            lines[-1] += f": {', '.join(dict.fromkeys(codes))}, see above"
+        else:
             for reason in candidate.reasons:
                 lines += _reason(reason, "      ", code)
     if site.validation is not None:
@@ -144,19 +181,23 @@ def _explain(g: Group, code: Code | None) -> list[str]:
 
 
 def _passed_over(g: Group) -> list[str]:
-    """The kernels that selection wanted more than the one that it took, each with its reasons."""
+    """The kernels that selection wanted more than the one that it took, each with its reasons.
+
+    Those that are not for this chip are told of once, at the top.
+    """
     lines: list[str] = []
-    for candidate in g.first.candidates:
-        if candidate.kernel == g.first.kernel:
-            break
-        if not candidate.accepted:
-            lines += [
-                "",
-                f"  {_count(g)}: {g.first.kernel}, because {candidate.kernel} was refused",
-            ]
-            for reason in candidate.reasons:
-                lines += _reason(reason, "    ")
+    for candidate in _wanted(g.first):
+        if any(r.code == _CHIP for r in candidate.reasons):
+            continue
+        lines += ["", f"  {_count(g)}: {g.first.kernel}, because {candidate.kernel} was refused"]
+        for reason in candidate.reasons:
+            lines += _reason(reason, "    ")
     return lines
+
+
+def _gist(reason: Reason) -> tuple[str | None, ...]:
+    """What a reason says, wherever it is said."""
+    return (reason.code, reason.message, reason.have, reason.need)
 
 
 def _code_line(source: str | None, code: Code | None, indent: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.graph.provenance import frames_of, layer_of, short_path, source_of
 from fusion.reason import Reason
-from fusion.render import fact_text, summary
+from fusion.render import fact_text, summary, to_text
 from fusion.report import (
     Candidate,
     GraphReport,
@@ -158,6 +158,77 @@ def test_text_says_why_a_preferred_kernel_was_passed_over():
     # What stands behind the chosen one in the order of preference is of no interest.
     behind = replace(chosen, candidates=tuple(reversed(chosen.candidates)))
     assert "refused" not in Report((GraphReport("0/0", (behind,)),)).to_text()
+
+
+ARCH = Reason("gate.arch", "is not built for sm_90", have="sm_90", need="gfx942")
+NO_PACKAGE = Reason("gate.backend-unavailable", "AITER is not installed", need="amd-aiter")
+
+
+def test_a_kernel_for_other_chips_is_told_of_once_and_is_all_there_in_json_and_detail():
+    foreign = (Candidate("aiter", False, (ARCH.at("mul_3"), NO_PACKAGE)), Candidate("triton", True))
+    missed = {"status": "missed", "kernel": None, "reasons": (ORDER,), "candidates": foreign}
+    sites = (
+        site(0, kernel="triton", candidates=foreign),
+        site(1, kernel="triton", candidates=foreign, operation="rope_kv_cache"),
+        site(2, **missed),
+    )
+    found = Report((GraphReport("prefill", sites), GraphReport("decode", sites)))
+    text = found.to_text()
+    line = (
+        "kernel aiter refused on this target: gate.arch: is not built for sm_90 "
+        "(have sm_90, need gfx942)"
+    )
+    assert text.splitlines()[1] == line
+    assert text.count("is not built for") == 1
+    assert "gate.backend-unavailable" not in text
+    # A site where nothing was done says so again, shortly; the chosen kernel needs no excuse.
+    assert text.count("kernel aiter refused: gate.arch, see above") == 2
+    assert "because aiter" not in text
+    full = to_text(found, details=True)
+    assert full.count("gate.arch: is not built for sm_90") == 6
+    assert full.count("gate.backend-unavailable: AITER is not installed") == 6
+    assert "see above" not in full
+    assert found.to_json(None).count("gate.backend-unavailable") == 6
+    # On its own vendor's chips a kernel that is missing is told of at each group.
+    missing = (Candidate("aiter", False, (NO_PACKAGE,)), Candidate("triton", True))
+    sites = tuple(replace(s, candidates=missing) for s in sites[:2])
+    text = Report((GraphReport("decode", sites),)).to_text()
+    assert text.count("because aiter was refused") == 2
+    # What stands behind the chosen kernel was not wanted, on whatever chip.
+    behind = site(0, kernel="triton", candidates=tuple(reversed(foreign)))
+    assert "aiter" not in Report((GraphReport("decode", (behind,)),)).to_text()
+
+
+def test_what_a_refused_site_says_is_not_said_again_by_its_kernel():
+    place = "modeling.py:5"
+    here = replace(GATE, node=None, source=place)
+    candidates = (Candidate("aiter", False, (GATE,)), Candidate("triton", False, (ORDER, GATE)))
+    refused = site(0, status="refused", source=place, reasons=(here,), candidates=candidates)
+    found = Report((GraphReport("0/0", (refused,)),))
+    text = to_text(found, code=lambda _: "key = rope(key)")
+    assert "    kernel aiter refused: gate.head-dim, see above\n" in text
+    assert "    kernel triton refused\n      match.norm-order:" in text
+    assert text.count(place) == 1 and text.count("| key = rope(key)") == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "noun"),
+    [
+        (["model.layers.0.attn", "model.layers.1.attn"], "layers"),
+        (["encoder.layers.0.attn", "decoder.layers.0.attn"], "layers"),
+        (["3.attn", "4.attn"], "layers"),
+        (["0", "1"], "layers"),
+        (["layers.0.attn", "layers.0.cross"], "sites"),
+        (["layers.0.experts.0", "layers.0.experts.1"], "sites"),
+        (["layers.0.attn", "layers.0.attn"], "sites"),
+        (["cross", "self_attn"], "sites"),
+        (["conv1d.a", "conv2d.a"], "sites"),
+        (["layers.0.attn", None], "sites"),
+    ],
+)
+def test_only_numbered_layers_are_called_layers(layers, noun):
+    sites = tuple(replace(site(0), layer=layer) for layer in layers)
+    assert f"  2 {noun}  " in Report((GraphReport("0/0", sites),)).to_text()
 
 
 def test_a_site_left_alone_is_no_near_miss():
