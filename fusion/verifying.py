@@ -109,7 +109,9 @@ class Verification:
     def to_text(self) -> str:
         """Plain text: the verdict, every difference, the first bad site."""
         head = "equal, bit by bit" if self.equal else "NOT equal"
-        lines = [f"fused against unfused: {head} ({len(self.sites)} fused sites)"]
+        count = len(self.sites)
+        sites = f"{count} fused site{'' if count == 1 else 's'}" if count else "nothing was fused"
+        lines = [f"fused against unfused: {head} ({sites})"]
         lines += [f"  {d}" for d in (*self.outputs, *self.mutated) if not d.equal]
         bad = self.first_bad_site
         if bad is not None:

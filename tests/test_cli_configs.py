@@ -147,7 +147,7 @@ def test_a_small_config_is_verified_with_random_weights(capsys, tmp_path):
     ran = run(capsys, "verify", str(tmp_path), "--phase", "prefill", "--dtype", "fp32")
     assert ran.status == 0, ran.out
     assert "equal, bit by bit" in ran.out
-    assert "1 fused sites" in ran.out
+    assert "1 fused site\n" in ran.out
 
 
 # --- files of strangers ----------------------------------------------------------------------

@@ -72,3 +72,19 @@ def test_a_wrong_kernel_within_the_tolerance_and_without_a_script(capsys, wrong_
     ran = run(capsys, *command, "0.001")
     assert ran.status == 1
     assert "pass --repro FILE" in ran.err
+
+
+def test_a_kernel_that_was_asked_for_and_not_used_is_warned_of(capsys):
+    """Equal says nothing about a kernel that never ran."""
+    warning = "warning: kernel triton was asked for and bound at no site"
+    ran = run(capsys, "verify", f"{MODELS}:one", "--kernels", "triton")
+    assert ran.status == 0
+    assert ran.err.count(warning) == 1
+    assert "0 fused sites: nothing was fused, so nothing of fusion was tested" in ran.out
+    ran = run(capsys, "verify", f"{MODELS}:one", "--kernels", "triton,reference", "--json", "-")
+    assert ran.status == 0 and json.loads(ran.out)["equal"] is True
+    assert warning in ran.err and "kernel reference was" not in ran.err
+    # A second choice that was not needed is no news.
+    ran = run(capsys, "verify", f"{MODELS}:one", "-o", 'kernels=["reference", "triton"]')
+    assert (ran.status, ran.err) == (0, "")
+    assert "1 fused site\n" in ran.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +22,8 @@ EPILOG = """Examples:
   fusion verify tiny/config.json --phase prefill --repro repro.py
 
 \b
-Exit status: 0 equal, 1 not equal, 2 usage or internal error."""
+Exit status: 0 equal (a kernel of --kernels that was not used is warned of), 1 not equal,
+2 usage or internal error."""
 
 
 def command(
@@ -95,6 +97,11 @@ def command(
             result = fusion.verify(model, *loaded.args, options=config, **loaded.kwargs)
     except VerifyError as error:
         raise CommandError(str(error)) from error
+    for name in not_bound(result, config):
+        talk(
+            f"warning: kernel {name} was asked for and bound at no site, so this says nothing "
+            "about it; the report tells why"
+        )
     good = result.equal or (tolerance > 0 and result.max_abs_error <= tolerance)
     if json is not None:
         import json as codec
@@ -115,6 +122,19 @@ def command(
     raise typer.Exit(MISSED)
 
 
+def not_bound(result: Verification, config: Mapping[str, Any]) -> list[str]:
+    """The kernels of the options that no site was bound to though nothing before them was taken.
+
+    Names that stand behind a kernel that was used are a second choice that was not needed.
+    """
+    from fusion.build import make_config
+
+    named = make_config(config).kernels or ()
+    used = {site.kernel for site, _ in result.sites}
+    last = max((i for i, name in enumerate(named) if name in used), default=len(named))
+    return [name for name in named[:last] if name not in used]
+
+
 def to_text(result: Verification, tolerance: float) -> str:
     """The verdict, every tensor that differs, the sites in order, the first bad one in full."""
     compared = len(result.outputs) + len(result.mutated)
@@ -122,7 +142,9 @@ def to_text(result: Verification, tolerance: float) -> str:
     if not result.equal and tolerance and result.max_abs_error <= tolerance:
         head = f"equal within {tolerance:g} (at most {result.max_abs_error:g})"
     lines = [f"fused against unfused: {head}"]
-    lines.append(f"  {compared} tensors compared, {len(result.sites)} fused sites")
+    sites = f"{len(result.sites)} fused site{'' if len(result.sites) == 1 else 's'}"
+    untested = "" if result.sites else ": nothing was fused, so nothing of fusion was tested"
+    lines.append(f"  {compared} tensors compared, {sites}{untested}")
     lines += [f"  {d}" for d in (*result.outputs, *result.mutated) if not d.equal]
     bad = result.first_bad_site
     if bad is not None:
