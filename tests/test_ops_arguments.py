@@ -93,8 +93,37 @@ def test_a_cache_without_blocks_takes_padding_and_nothing_else(
     if op != "kv_cache_write":
         assert torch.equal(got[0], whole[0])
     a["slot_mapping"][3] = 0
-    with pytest.raises(IndexError, match="has no block"):
+    with pytest.raises(IndexError, match=f"fusion.ops.{op}: slot_mapping .* has no block"):
         call(op, a, kv_layout=layout.op_layout)
+
+
+@pytest.mark.parametrize("layout", [x for x in KVCacheLayout if not x.equal_head_dims])
+@pytest.mark.parametrize("op", WRITERS)
+def test_a_slot_outside_the_cache_is_an_error_that_names_it(op: str, layout: KVCacheLayout) -> None:
+    a = arguments(op)
+    blocks = a["key_cache"].shape[0]
+    made = empty_kv_cache(layout, blocks, BLOCK, HK, D, DV, torch.float32)
+    a["key_cache"], a["value_cache"] = split_kv_cache(made, layout, D, DV)
+    end = blocks * BLOCK
+    a["slot_mapping"] = torch.tensor([-(10**6), 0, end - 1, -1, 1])
+    call(op, a, kv_layout=layout.op_layout)
+    a["slot_mapping"][3] = end + 7
+    said = (
+        rf"fusion.ops.{op}: slot_mapping holds {end + 7}, but it must be below {end}: .* of {BLOCK}"
+    )
+    with pytest.raises(IndexError, match=said):
+        call(op, a, kv_layout=layout.op_layout)
+
+
+@pytest.mark.parametrize("block", [10**6, -(10**6)])
+def test_a_block_outside_the_cache_is_an_error_that_names_it(block: int) -> None:
+    a = arguments("paged_attention")
+    a["block_table"] = a["block_table"].clone()
+    a["block_table"][0, 0] = block
+    blocks = a["key_cache"].shape[0]
+    said = f"paged_attention: block_table holds {block}, but it must be below {blocks}: "
+    with pytest.raises(IndexError, match=said):
+        call("paged_attention", a)
 
 
 def test_a_cache_without_blocks_compiles() -> None:

@@ -281,6 +281,29 @@ def _attention(op: str, a: Arguments) -> None:
         _fail(op, "softcap", a["softcap"], "0 (none) or positive")
 
 
+def out_of_range(op: str, a: Arguments, error: IndexError) -> IndexError:
+    """The error of a kernel that met an index outside the cache, naming the argument it is of.
+
+    Indices are values, which no check reads (that would wait for the device), so only a kernel
+    on the CPU can find one; where it did, reading them again costs nothing.
+    """
+    name = "slot_mapping" if "slot_mapping" in a else "block_table"
+    if name in a and a["key_cache"].shape[0]:
+        blocks, size = a["key_cache"].shape[0], 1
+        if name == "slot_mapping":
+            size = a["key_cache"].shape[3 if a["kv_layout"] == "SHUFFLE" else 1]
+        index = a[name].flatten()
+        # Padding slots are negative; a block is looked up as PyTorch does, from the end if < 0.
+        wrong = index[(index >= blocks * size) | ((index < -blocks) & (name == "block_table"))]
+        if wrong.numel():
+            what = f"{blocks} blocks of {size}" if name == "slot_mapping" else f"{blocks} blocks"
+            return IndexError(
+                f"fusion.ops.{op}: {name} holds {int(wrong[0])}, but it must be below "
+                f"{blocks * size}: the cache has {what}"
+            )
+    return IndexError(f"fusion.ops.{op}: {error}")
+
+
 def check(op: str, arguments: Arguments) -> None:
     """Checks a call of a canonical operation.
 

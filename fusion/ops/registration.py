@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion.graph.dispatch import below_autograd
 from fusion.graph.lowerings import install, offer, stamp_caches
-from fusion.ops.checks import check
+from fusion.ops.checks import check, out_of_range
 from fusion.ops.dispatch import choose, fingerprint, resolve
 from fusion.ops.schema import NAMESPACE, SCHEMAS, Signature, opaque_schema
 from fusion.selection import NoKernelError
@@ -71,7 +71,10 @@ def _implement(name: str, overload: Any, signature: Signature) -> None:
         for name in in_cache:  # read before the cache is written, whatever order the kernel has
             arguments[name] = arguments[name].clone()
         positional, keyword = SIGNATURES[op].split(arguments)
-        return kernel.fn(*positional, **keyword)
+        try:
+            return kernel.fn(*positional, **keyword)
+        except IndexError as error:
+            raise out_of_range(op, arguments, error) from error
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         install()
