@@ -63,4 +63,14 @@ def shapeless() -> Any:
     return nn.Linear(2, 2), 3
 
 
+def misfit() -> Any:
+    """A model that fails when it is called."""
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.ones(3, 5)
+
+    return Net(), (torch.ones(2, 2),), {}
+
+
 NOTHING = 0

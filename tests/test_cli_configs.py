@@ -195,7 +195,10 @@ def test_a_config_cannot_ask_for_kernels_of_a_hub(capsys, tmp_path, monkeypatch)
         ("[1]", "has no model_type"),
         ('{"model_type": "nobody_knows"}', "the installed transformers does not know it"),
         ('{"model_type": "t5"}', "cannot be built"),
-        ('{"model_type": "qwen3", "hidden_size": "many"}', "hidden_size"),
+        (
+            '{"model_type": "qwen3", "hidden_size": "many"}',
+            "config.json: Field 'hidden_size' expected int, got str (value: 'many')\n",
+        ),
     ],
 )
 def test_configs_that_cannot_be_explained(capsys, tmp_path, text, message):

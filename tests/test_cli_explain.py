@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fusion
+from fusion.tools.console import said_by
 from fusion.tools.explain import parse_expectation
 from tests.cli import MODELS, golden, run
 from tests.cli_models import exported
@@ -214,6 +215,41 @@ def test_a_file_may_import_its_neighbours_and_the_import_path_is_put_back(
     for name in ("neighbour_now", "neighbour_later", "neighbour_last", "main_of_neighbours"):
         file = sys.modules.pop(name).__file__
         assert Path(file).resolve() == (tmp_path / f"{name}.py").resolve()
+
+
+def test_a_model_that_cannot_be_traced_is_told_of_in_a_few_lines(capsys, monkeypatch):
+    ran = run(capsys, "explain", f"{MODELS}:misfit")
+    assert (ran.status, ran.out) == (2, "")
+    error = ran.err[ran.err.index("error: the model could not be traced") :].splitlines()
+    assert error[0].endswith("traced: RuntimeError: a and b must have same reduction dim, but got "
+                             "[2, 2] X [3, 5].")  # fmt: skip
+    assert error[1].startswith("  at ") and "cli_models.py:" in error[1]
+    assert error[2] == "  | return x @ torch.ones(3, 5)"
+    assert len(error) == 4
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    assert "from user code" in run(capsys, "explain", f"{MODELS}:misfit").err
+
+
+def test_what_libraries_wrap_around_a_complaint_is_not_shown():
+    class Checked(ValueError):
+        def errors(self):
+            return [
+                {"loc": ("rope", "theta"), "msg": "Value error, must be positive"},
+                {"loc": ("heads",), "msg": "Input should be a valid integer"},
+            ]
+
+    class Odd(ValueError):
+        def errors(self, severe):
+            return severe
+
+    assert said_by(Checked("2 validation errors for Config")) == (
+        "rope.theta: must be positive; heads: Input should be a valid integer"
+    )
+    assert said_by(Odd("as\n  it is")) == "as it is"
+    strict = "Class validation error for validator 'check':\n    ValueError: no such\n  layer"
+    assert said_by(RuntimeError(strict)) == "no such layer"
+    assert said_by(ValueError("Value error, too small")) == "too small"
+    assert said_by(KeyError("nope")) == "KeyError: 'nope'"
 
 
 def test_options_reach_the_pipeline(capsys):

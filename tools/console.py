@@ -7,10 +7,11 @@ Data goes to stdout, talk to stderr. Nothing is coloured where the stream is no 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,24 @@ _STYLES = (
 
 class CommandError(Exception):
     """Something that the user can put right; shown as it is, exit status 2."""
+
+
+def said_by(error: BaseException) -> str:
+    """What an error of a library says, on one line and without the library's own framing.
+
+    Checkers of configurations (pydantic, Hugging Face's strict dataclasses) wrap what is wrong in
+    the name of the check; only the field and the complaint are of use to who wrote the value.
+    """
+    text = str(error).strip()
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        with suppress(TypeError, KeyError):  # not pydantic's errors(): the text as it is
+            text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in listed())
+    elif match := re.match(r"[\w ]*[Vv]alidation error for .*:\s+\w+: (.*)", text, re.DOTALL):
+        text = match[1]
+    elif not isinstance(error, ValueError):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(text.replace("Value error, ", "").split())
 
 
 def _console(stream: Any) -> Console:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion.tools.console import CommandError
+from fusion.tools.console import CommandError, said_by
 from fusion.tools.options import layout_of
 from fusion.tools.sources import Loaded, Request
 
@@ -113,7 +113,7 @@ def _config(data: dict[str, Any], path: Path, notes: list[str]) -> Any:
         config = CONFIG_MAPPING[kind].from_dict(clean)
         text = config.get_text_config(decoder=True)
     except Exception as error:
-        raise CommandError(f"{path}: {type(error).__name__}: {error}") from error
+        raise CommandError(f"{path}: {said_by(error)}") from error
     if text is not config:
         notes.append(f"{path} has several parts; its text decoder is explained")
     return text
@@ -142,7 +142,7 @@ def _build(config: Any, request: Request, path: Path) -> Any:
             )
     except Exception as error:
         raise CommandError(
-            f"{path}: a causal language model cannot be built: {type(error).__name__}: {error}"
+            f"{path}: a causal language model cannot be built: {said_by(error)}"
         ) from error
     return model.eval().requires_grad_(False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ def explain_loaded(
                 **loaded.kwargs,
             )
         except CaptureError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(traced(str(error))) from error
     graphs = report.graphs
     phase = loaded.phase
     if phase:  # a name that says something, and is the same in every run
@@ -73,6 +74,27 @@ def explain_loaded(
         graphs = tuple(replace(g, id=n) for g, n in zip(graphs, names, strict=True))
     graphs = tuple(replace(g, sites=_for_twins(g.sites, loaded)) for g in graphs)
     return replace(report, graphs=graphs)
+
+
+def traced(text: str) -> str:
+    """What torch says about a model that it cannot trace: what happened, and where in the model.
+
+    The advice and the frames in between stay away unless ``TORCHDYNAMO_VERBOSE=1``, which torch
+    itself names for more.
+    """
+    head, _, stack = text.partition("\nfrom user code:")
+    frames = re.findall(r'(?m)^ +File "([^"]+)", line (\d+), in .*\n +(.+)$', stack)
+    if not frames or os.environ.get("TORCHDYNAMO_VERBOSE") == "1":
+        return text
+    said = head.splitlines()[0]
+    explained = re.search(r"(?m)^  Explanation: (.+)$", head)
+    if explained is not None:
+        got = re.search(r": got (\w+)\((['\"])(.*)\2\)\s*$", explained[1])
+        cause = f"{got[1]}: {got[3]}" if got else explained[1]
+        said = f"{said.partition(': ')[0]}: {cause}"
+    file, line, code = frames[-1]
+    more = "(TORCHDYNAMO_VERBOSE=1 shows all that torch says)"
+    return "\n".join((said, f"  at {file}:{line}", f"  | {code.strip()}", f"  {more}"))
 
 
 def _layer_of(match: re.Match[str] | None) -> int:

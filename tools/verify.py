@@ -64,7 +64,8 @@ def command(
 ) -> None:
     """Run a model fused and unfused on this machine and compare every output and every byte of
     the caches. Where they differ, the values that leave each site are compared in graph order,
-    which names the first bad site. A Hugging Face model is run with random weights."""
+    which names the first bad site. A kernel that was asked for and bound at no site is warned of.
+    A Hugging Face model is run with random weights."""
     import fusion
     from fusion.tools.explain import check_names
     from fusion.tools.running import open_source, quiet
