@@ -13,8 +13,9 @@ out of every dense layout), or with ``kv_layout="SHUFFLE"`` AITER's shuffled ten
 
 Errors common to all: ``ValueError`` names the argument that does not fit, what it is and what it
 must be; ``IndexError`` names a slot or block outside the cache where a kernel on the CPU meets one
-(a GPU is never waited for); ``RuntimeError`` when gradients are wanted; :class:`fusion.selection.NoKernelError` when
-the kernel named by ``kernel`` cannot run the call, with every candidate and its reasons.
+(a GPU is never waited for); ``RuntimeError`` when gradients are wanted;
+:class:`fusion.selection.NoKernelError` when the kernel named by ``kernel`` cannot run the call,
+with every candidate and its reasons.
 """
 
 from __future__ import annotations
