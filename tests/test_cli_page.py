@@ -94,22 +94,62 @@ def test_the_page_shows_sites_lines_and_both_drawings(page):
     assert "prefers-color-scheme: dark" in text
 
 
+def test_the_page_repeats_no_place_has_no_empty_label_and_reads_nodes(page, capsys, tmp_path):
+    text = page.read_text("utf-8")
+    assert not re.search(r'<span class="key[^>]*></span>', text)
+    assert "- cat = aten.cat([sub, add_2], -1)" in text and "num_users" not in text
+    file = tmp_path / "refused.html"
+    ask = ["explain", f"{MODELS}:one", "--target", "sm_90", "--kernels", "aiter"]
+    assert run(capsys, *ask, "--html", str(file)).status == 0
+    refused = file.read_text("utf-8").partition("<h3>kernels</h3>")[0]
+    assert refused.count("<code>gate.") > 1
+    assert refused.count('<pre class="code">') == 1
+
+
+def in_browser(page, folder, script, size="1200,1600"):
+    """The page's DOM after a script ran in it, with the page's own policy in force."""
+    page.write_text(page.read_text("utf-8").replace("</body>", f"<script>{script}</script></body>"))
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
+    command = ["chromium", *flags.split(), f"--window-size={size}", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("size", ["420,1600", "660,1600", "1200,1600"])
+def test_short_words_in_tables_stay_on_one_line(page, tmp_path, size):
+    page.write_text(page.read_text("utf-8").replace(">explain/", ">a-longer-name-of-a-graph/"))
+    text = in_browser(
+        page,
+        tmp_path,
+        "function most(where, measure) { return Math.max.apply(null, Array.from("
+        "document.querySelectorAll(where)).map(measure)); }"
+        "function lines(cell) { var r = document.createRange(); r.selectNodeContents(cell);"
+        "return r.getClientRects().length; }"
+        'document.title = [most(".nodes tr", function (e) { return e.offsetHeight; }),'
+        'most(".sites td:last-child", lines)].join(" ");',
+        size,
+    )
+    title = re.search(r"<title>(\d+) (\d+)</title>", text)
+    assert title is not None
+    height, lines = map(int, title.groups())
+    assert 10 < height < 45
+    assert lines == (0 if size.startswith("420") else 1)  # no room for the graph on a telephone
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_search_filters_in_a_browser(page, tmp_path):
-    """The search box hides the rows that do not match, with the page's own policy in force."""
-    probe = (
-        '<script>var b=document.getElementById("search");b.value="layers.2 partial";'
-        'b.dispatchEvent(new Event("input"));</script></body>'
+    """The search box hides the rows that do not match."""
+    text = in_browser(
+        page,
+        tmp_path,
+        'var b=document.getElementById("search");b.value="layers.2 partial";'
+        'b.dispatchEvent(new Event("input"));',
     )
-    page.write_text(page.read_text("utf-8").replace("</body>", probe), "utf-8")
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
-    command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    ran = subprocess.run(
-        [*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    shown = re.search(r'id="shown"[^>]*>([^<]*)<', ran.stdout)
+    shown = re.search(r'id="shown"[^>]*>([^<]*)<', text)
     assert shown is not None
     assert re.fullmatch(r"1 of \d+", shown[1]), shown[1]
-    rows = re.findall(r"<tr( hidden=\"\")?><td><a href", ran.stdout)
+    rows = re.findall(r"<tr( hidden=\"\")?><td><a href", text)
     assert sum(not hidden for hidden in rows) == 1
