@@ -31,7 +31,8 @@ def to_text(
     """Plain text: header, one table a graph grouped by identical outcome, then the misses.
 
     ``all_sites`` lists every site on its own line instead of grouping; ``details`` tells of fused
-    sites what it tells of the others; ``code`` looks up the lines of model code to show.
+    sites what it tells of the others; ``code`` looks up the lines of model code to show (of graphs
+    that were seen by this process: a stored report may be older than the files).
     """
     lines = [_header(report)]
     lines += [
@@ -59,7 +60,7 @@ def to_text(
         lines += _table(rows)
         for g in groups:
             if g.first.near_miss or details:
-                lines += ["", *_explain(g, code, details)]
+                lines += ["", *_explain(g, None if graph.stored else code, details)]
             else:
                 lines += _passed_over(g)
     return "\n".join(lines) + "\n"
@@ -220,7 +221,7 @@ def _reason(reason: Reason, indent: str, code: Code | None = None) -> list[str]:
 def to_html(report: Report, *, code: Code | None = None) -> str:
     """One self-contained page from ``fusion/templates/report.html.j2``; everything is escaped.
 
-    ``code`` looks up the lines of model code to show.
+    ``code`` looks up the lines of model code to show, as in :func:`to_text`.
     """
     import jinja2
     from markupsafe import Markup

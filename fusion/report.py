@@ -190,6 +190,8 @@ class GraphReport:
     (``post_grad``, ``aot_eager``, ``explain``, ``export``); ``cached`` that the compiled code
     came from a compile cache and the sites from the report stored with it. ``reasons`` concern
     the graph as a whole; ``times`` are seconds; ``nodes`` the number of nodes before and after.
+    ``stored`` (not in JSON) says that this was read back, from a file or a cache: files may have
+    changed since, so no line of code is shown with it.
     """
 
     id: str
@@ -199,6 +201,7 @@ class GraphReport:
     reasons: tuple[Reason, ...] = ()
     times: Mapping[str, float] = field(default_factory=dict, hash=False)
     nodes: tuple[int, int] = (0, 0)
+    stored: bool = field(default=False, compare=False, repr=False)
 
     def groups(self) -> list[Group]:
         """The sites, put together by identical outcome."""
@@ -228,6 +231,7 @@ class GraphReport:
             _reasons(data.get("reasons", ())),
             data.get("times", {}),
             (before, after),
+            stored=True,
         )
 
 
@@ -303,16 +307,21 @@ class Report:
         return cls.from_dict(json.loads(text))
 
     def to_text(self, *, all_sites: bool = False) -> str:
-        """Plain text: a table grouped by identical outcome, then every miss with its reasons."""
+        """Plain text: a table grouped by identical outcome, then every miss with its reasons.
+
+        Lines of model code are shown where their files are here, as they are now.
+        """
+        from fusion.codeline import code_line
         from fusion.render import to_text
 
-        return to_text(self, all_sites=all_sites)
+        return to_text(self, all_sites=all_sites, code=code_line)
 
     def to_html(self) -> str:
         """One self-contained HTML page (no network, light and dark)."""
+        from fusion.codeline import code_line
         from fusion.render import to_html
 
-        return to_html(self)
+        return to_html(self, code=code_line)
 
     def __str__(self) -> str:
         return self.to_text()

@@ -91,10 +91,10 @@ def command(
     for each miss the reason, the graph node, the line of model code, what was read, what it has
     and would need, and the remedy. No kernel runs and no weights are needed; --target answers
     for a machine that is not here."""
+    from fusion.codeline import code_line
     from fusion.render import to_html
     from fusion.tools.baseline import changes, read_report
     from fusion.tools.baseline import to_text as changes_text
-    from fusion.tools.code import code_line
     from fusion.tools.running import explain_loaded, open_source
     from fusion.tools.sources import Request
 
