@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from fusion.graph.shapes import pinned
+from fusion.graph.structure import structure
 from fusion.match import cache_view as cv
 from fusion.match.cache_trace import RawWrite, Trace
 from fusion.match.cache_value import source_of
@@ -369,20 +370,3 @@ def _broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...] | None:
                 return None
             out[i] = n
     return tuple(out)
-
-
-def structure(node: Any, depth: int = 40) -> Any:
-    """A hashable form of how an index is computed: equal forms are equal values.
-
-    Inductor merges equal nodes, AOTAutograd does not: K's and V's slots may be two equal chains.
-    """
-    if not isinstance(node, Node):
-        if isinstance(node, (list, tuple)):
-            return tuple(structure(x, depth) for x in node)
-        if isinstance(node, dict):
-            return tuple(sorted((k, structure(v, depth)) for k, v in node.items()))
-        return node if isinstance(node, (int, float, str, bool, type(None))) else str(node)
-    if node.op != "call_function" or depth == 0 or node.is_impure():
-        return node
-    args = structure(node.args, depth - 1)
-    return (str(node.target), args, structure(node.kwargs, depth - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,8 +16,8 @@ from fusion.match.norm import read_norm_or_raise
 from fusion.match.trail import Trail, trails
 from fusion.match.views import Frame, frame_of, view_at
 
-_FAR = 3
-"""How many operators after the rope are looked through to find it."""
+_FAR = 24
+"""How many values behind the operators after a rope are looked at to find it."""
 _NORM_LIKE = 3
 """Depth from which a norm's refusal says that an inverse root mean square was there."""
 
@@ -24,8 +25,8 @@ _NORM_LIKE = 3
 def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView], Rope]) -> No:
     """The reason for a value without any rotated element.
 
-    ``read`` reads a rope further back (raising where there is none): it makes the difference
-    between "something stands after the rope" and "there is no rope".
+    ``read`` reads a rope further back and raises where there is none, without asking this function
+    why: it makes the difference between "something stands after the rope" and "there is no rope".
     """
     node = heads[0].end.ref.node
     for trail in heads:
@@ -40,10 +41,10 @@ def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView
     except Unreadable:
         pass
     else:
-        if _reads(norm.x, read) or _rotated(norm.x, read, _FAR) is not None:
+        if _reads(norm.x, read) or _rotated(norm.x, read) is not None:
             return No("match.norm-order", "the norm runs after the rope", out.node, 4)
         return No("match.no-rope", "the value is a norm without a rope", out.node, 1)
-    found = _rotated(out, read, _FAR)
+    found = _rotated(out, read)
     if found is not None and is_norm:
         return No("match.norm-order", "the norm runs after the rope", out.node, 4)
     if found is not None:
@@ -51,18 +52,27 @@ def not_a_rope(out: TokenView, heads: Sequence[Trail], read: Callable[[TokenView
     return No("match.no-rope", f"{node.name} is not a rotation", node, 0)
 
 
-def _rotated(view: TokenView, read: Callable[[TokenView], Rope], far: int) -> Node | None:
-    """The pointwise node after which a rope is found, looking ``far`` operators back."""
-    frame, ref = frame_of(view)
-    found = trails(ref, set(), lossy=True)
-    if len(found) != 1:
-        return None
-    end = found[0].end.ref
-    for before in _operand_views(frame, end):
-        if _reads(before, read):
-            return end.node
-        if far > 1 and _rotated(before, read, far - 1) is not None:
-            return end.node
+def _rotated(view: TokenView, read: Callable[[TokenView], Rope]) -> Node | None:
+    """The pointwise node nearest to the value, if a rope is found behind it through such nodes.
+
+    A node that is used more than once is looked at once: a chain costs as much as it is long.
+    """
+    first: Node | None = None
+    todo, seen = deque([view]), {view.node}
+    while todo:
+        frame, ref = frame_of(todo.popleft())
+        found = trails(ref, set(), lossy=True)
+        if len(found) != 1:
+            continue
+        end = found[0].end.ref
+        first = first or end.node
+        for before in _operand_views(frame, end):
+            if before.node in seen or len(seen) > _FAR:
+                continue
+            seen.add(before.node)
+            if _reads(before, read):
+                return first
+            todo.append(before)
     return None
 
 

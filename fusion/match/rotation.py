@@ -9,6 +9,7 @@ the graph spells it: rotate_half, chunks, strided slices, stacks, complex produc
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -69,14 +70,20 @@ def read_rope(view: TokenView, *, complex_tables: bool = False) -> Rope | Miss:
         return Miss(Reason("match.rope-form", str(error), node=node.name), node, 0)
 
 
-def read_rope_or_raise(view: TokenView) -> Rope:
-    """:func:`read_rope`, raising :class:`No` or :class:`Unreadable` instead of a Miss."""
+def read_rope_or_raise(view: TokenView, *, explain: bool = True) -> Rope:
+    """:func:`read_rope`, raising :class:`No` or :class:`Unreadable` instead of a Miss.
+
+    Where nothing is rotated, ``explain`` looks for a rope further back.
+    """
     seen: set[Node] = set()
     out = settle(view, seen)
     frame, ref = frame_of(out)
     pieces = pieces_of(ref, seen)
     if not any(p.is_rotated for p in pieces):
-        raise not_a_rope(out, [p.head for p in pieces], read_rope_or_raise)
+        if not explain:
+            raise No("match.no-rope", "nothing is rotated", out.node, 0)
+        further_back = partial(read_rope_or_raise, explain=False)
+        raise not_a_rope(out, [p.head for p in pieces], further_back)
     return _Reading(frame, ref.labels, pieces).rope(out, seen)
 
 

@@ -177,11 +177,15 @@ def key_is_read(chain: Chain) -> bool:
 
 def _only_moves_inside(node: Node, inside: frozenset[Node]) -> bool:
     """A view or a cast between the rope and the write, which belongs to neither fact."""
-    return (
-        (is_move(node) or cast_source(node) is not None)
-        and bool(node.users)
-        and all(u in inside or _only_moves_inside(u, inside) for u in node.users)
-    )
+    todo, seen = [node], {node}
+    while todo:
+        at = todo.pop()
+        if not at.users or not (is_move(at) or cast_source(at) is not None):
+            return False
+        fresh = [user for user in at.users if user not in inside and user not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return True
 
 
 def listing(chain: Chain) -> list[str]:
