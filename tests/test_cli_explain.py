@@ -171,6 +171,7 @@ def test_baselines_that_are_none(capsys, tmp_path):
         ([f"{MODELS}:NOTHING"], "not callable"),
         ([GOOD, "--target", "gfx9x"], "is no chip that fusion knows"),
         ([GOOD, "--target", "gfx942,aiter"], "is not PACKAGE=VERSION"),
+        ([GOOD, "--target", "gfx942,aiter=banana"], "'banana' in 'aiter=banana' is no version"),
         ([GOOD, "--option", "numerics"], "is not KEY=VALUE"),
         ([GOOD, "--option", "numeric=exact"], "did you mean 'numerics'"),
         ([GOOD, "--pass", "qk"], "no pass is called 'qk'"),

@@ -107,10 +107,13 @@ OverwriteOption = Annotated[
 def target_of(text: str | None) -> Target | None:
     """``gfx942,aiter=0.1.20`` as a target; None for this machine.
 
-    Raises :class:`CommandError` for a chip that nobody knows and for a version without a name.
+    Raises :class:`CommandError` for a chip that nobody knows, a version without a name and a
+    version that is none (PEP 440).
     """
     if text is None:
         return None
+    from packaging.version import InvalidVersion, Version
+
     from fusion.explaining import resolve_target
 
     chip, *pairs = (part.strip() for part in text.split(","))
@@ -119,6 +122,10 @@ def target_of(text: str | None) -> Target | None:
         name, equals, version = pair.partition("=")
         if not (name and equals and version):
             raise CommandError(f"--target: {pair!r} is not PACKAGE=VERSION")
+        try:
+            Version(version)
+        except InvalidVersion:
+            raise CommandError(f"--target: {version.strip()!r} in {pair!r} is no version") from None
         versions[name.strip()] = version.strip()
     target = resolve_target(chip)
     if target.vendor == "other":
