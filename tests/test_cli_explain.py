@@ -249,6 +249,15 @@ def test_what_libraries_wrap_around_a_complaint_is_not_shown():
     assert said_by(Odd("as\n  it is")) == "as it is"
     strict = "Class validation error for validator 'check':\n    ValueError: no such\n  layer"
     assert said_by(RuntimeError(strict)) == "no such layer"
+    field = "Validation error for field 'heads':\n    ValueError: must be: "
+    assert said_by(ValueError(f"{field}one: of 1, 2")) == "heads: must be: one: of 1, 2"
+    assert said_by(ValueError(f"{field}that of 'heads'")) == "must be: that of 'heads'"
+
+    class Empty(ValueError):
+        def errors(self):
+            return []
+
+    assert said_by(Empty("nothing")) == "nothing"
     assert said_by(ValueError("Value error, too small")) == "too small"
     assert said_by(KeyError("nope")) == "KeyError: 'nope'"
 

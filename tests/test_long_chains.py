@@ -8,6 +8,8 @@ fails inside (``internal.error``), which no case expects.
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +39,7 @@ def seconds(limit: float) -> Iterator[None]:
         raise TimeIsUp
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, limit, 1.0)  # again: a pass swallows the first
     try:
         yield
     finally:
@@ -180,5 +182,12 @@ def test_equal_chains_have_one_structure_and_others_another() -> None:
     assert len({*same, *others}) == 4
     assert structure(3) != structure(3.0)
     assert structure(None) == structure(None)
+    assert structure([x, (x, 1)]) == structure([x, (x, 1)]) != structure([x, (y, 1)])
+    powers = [graph.call_function(f, (x, 2)) for f in (math.pow, operator.pow)]
+    assert structure(powers[0]) != structure(powers[1])
+    empty = [graph.call_function(torch.ops.aten.empty.memory_format, ([2],)) for _ in range(2)]
+    assert structure(empty[0]) != structure(empty[1])
+    empty[0].meta["val"] = torch.zeros(2, dtype=torch.int64)
+    assert constant(empty[0]) is None
     random = [graph.call_function(torch.ops.aten.rand.default, ([2],)) for _ in range(2)]
     assert structure(random[0]) != structure(random[1])

@@ -118,10 +118,13 @@ def test_a_slot_outside_the_cache_is_an_error_that_names_it(op: str, layout: KVC
 @pytest.mark.parametrize("block", [10**6, -(10**6)])
 def test_a_block_outside_the_cache_is_an_error_that_names_it(block: int) -> None:
     a = arguments("paged_attention")
-    a["block_table"] = a["block_table"].clone()
-    a["block_table"][0, 0] = block
-    blocks = a["key_cache"].shape[0]
-    said = f"paged_attention: block_table holds {block}, but it must be below {blocks}: "
+    blocks, page = a["key_cache"].shape[0], a["key_cache"].shape[1]
+    unread = torch.full((a["block_table"].shape[0], 1), 777, dtype=a["block_table"].dtype)
+    a["block_table"] = torch.cat([a["block_table"], unread], 1)
+    assert int(a["seq_lens"].max()) <= page * (a["block_table"].shape[1] - 1)
+    call("paged_attention", a)
+    a["block_table"][-1, 0] = block
+    said = f"paged_attention: block_table holds {block}, but it must be from 0 to {blocks - 1}: "
     with pytest.raises(IndexError, match=said):
         call("paged_attention", a)
 

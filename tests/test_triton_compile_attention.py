@@ -38,6 +38,9 @@ FEW: dict[str, dict[str, Any]] = {
     "features": FEATURES,
 }
 MORE: dict[str, dict[str, Any]] = {
+    "32 keys": {"packed": True, "keys": 1024},
+    "32 keys, features": {**FEATURES, "keys": 1024},
+    "256 rows, short": {"group": 16, "rows": 16, "batch": 17, "keys": 1024},
     "decode": {"rows": 1, "causal": True},
     "128 rows": {"group": 8, "rows": 16, "batch": 128},
     "fp8": {"cache": FN8},

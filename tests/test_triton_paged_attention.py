@@ -121,6 +121,19 @@ def test_more_rows_ask_for_more_keys_in_a_split_and_few_keys_for_smaller_tiles()
     assert [rule(batch, keys=1024).keys for batch in (16, 17, 32, 33)] == [64, 32, 32, 64]
     assert rule(32, keys=8192).keys == 64
     assert rule(32, keys=1024, target=Target.parse("gfx942")).keys == 64
+    # A larger block fills a multiprocessor by itself: the programs do not start together.
+    for rows, group in ((16, 8), (16, 16)):
+        assert rule(17, group=group, rows=rows, keys=1024).keys == 64
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_long_runs_of_many_rows_are_not_cut_into_small_blocks(arch: str) -> None:
+    """Each block reads K and V again."""
+    target = Target.parse(arch)
+    largest = 256 if arch == "sm_90" else 128
+    for rows in (64, 512):
+        geo = rule(heads=1, group=16, rows=rows, keys=131072, target=target)
+        assert geo.rows == largest
 
 
 def test_a_small_batch_is_split_and_a_short_one_is_not_split_to_dust() -> None:

@@ -40,6 +40,10 @@ class CommandError(Exception):
     """Something that the user can put right; shown as it is, exit status 2."""
 
 
+_CHECKED = re.compile(r"[\w ]*[Vv]alidation error for (.*?):\s*\n\s*\w+: (.*)", re.DOTALL)
+"""How a strict dataclass tells of a check: its subject and, on a line of its own, the complaint."""
+
+
 def said_by(error: BaseException) -> str:
     """What an error of a library says, on one line and without the library's own framing.
 
@@ -49,10 +53,16 @@ def said_by(error: BaseException) -> str:
     text = str(error).strip()
     listed = getattr(error, "errors", None)
     if callable(listed):
-        with suppress(TypeError, KeyError):  # not pydantic's errors(): the text as it is
-            text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in listed())
-    elif match := re.match(r"[\w ]*[Vv]alidation error for .*:\s+\w+: (.*)", text, re.DOTALL):
-        text = match[1]
+        with suppress(Exception):  # not pydantic's errors(): the text as it is
+            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in listed())
+            text = told or text
+    elif match := re.match(
+        r"[\w ]*[Vv]alidation error for (.*?):\s*\n\s*\w+: (.*)", text, re.DOTALL
+    ):
+        subject, complaint = match.groups()
+        field = subject.removeprefix("field ").strip("'\"")
+        of_field = subject.startswith("field ") and field not in complaint
+        text = f"{field}: {complaint}" if of_field else complaint
     elif not isinstance(error, ValueError):
         text = f"{type(error).__name__}: {text}"
     return " ".join(text.replace("Value error, ", "").split())

@@ -68,7 +68,7 @@ def _rows_and_splits(total_rows: int, heads: int, keys: int, most_rows: int) -> 
     # A large block fills a multiprocessor by itself and is slow to start and to merge. Where the
     # keys must be split, two small blocks finish earlier, although each of them reads K and V again
     # (from the L2); more than two only where few keys are left for each.
-    if rows > smallest and splits(rows) > 1 and (rows <= 128 or keys < LONG * splits(rows)):
+    if rows > smallest and splits(rows) > 1 and (total_rows <= 128 or keys < LONG * splits(rows)):
         rows = smallest
     found = splits(rows)
     # Two small programs fit one multiprocessor: twice the splits, if each keeps enough keys to
@@ -117,9 +117,9 @@ def choose(
        Chips without it use blocks of 16 and 32. The f32 accumulator (rows x columns) must stay
        in registers: at most 256 rows of 128 columns on NVIDIA, 128 on AMD, fewer of wider heads.
     2. *Keys.* 64: enough bytes in flight, few registers (128 leave the compiler none for 128 rows:
-       5 to 12 % slower); 32 where all programs start and end together and each has few, since
-       the last tile of each is not overlapped with anything (2 %). Wide heads and float32 take 32
-       or 16.
+       5 to 12 % slower); 32 where all programs, two of 64 rows a multiprocessor, start and end
+       together, since the last tile of each is not overlapped with anything (2 %). Wide heads and
+       float32 take 32 or 16.
     3. *Warps.* Four for 64 rows, eight for 128, sixteen for 256.
     4. *Splits.* About one program for each multiprocessor, two of the small ones where every
        split keeps 768 keys, and 32 for each row. More only enlarge the merge.
@@ -142,10 +142,10 @@ def choose(
     rows, splits = _rows_and_splits(total_rows, max(1, batch * kv_heads), max_seq_len, most)
 
     keys = 64 if widest <= 128 else 32 if widest <= 256 else 16
-    programs = max(1, batch * kv_heads) * -(-total_rows // rows) * splits
+    together = splits == 1 and PROGRAMS < batch * kv_heads * -(-total_rows // rows) <= 2 * PROGRAMS
     if wide:
         keys = 32 if widest <= 128 else 16
-    elif wgmma and splits == 1 and PROGRAMS < programs <= 2 * PROGRAMS and max_seq_len <= LONG:
+    elif wgmma and rows == 64 and together and max_seq_len <= LONG:
         keys = min(keys, 32)
     warps = {16: 4, 32: 4, 64: 4, 128: 8, 256: 16}[rows]
     if widest > 128 and (wide or rows >= 32):

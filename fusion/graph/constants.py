@@ -9,12 +9,12 @@ import torch
 from torch.fx import Node
 
 from fusion.graph.elements import Array, Unreadable, op_name, shape_of, value_of
-from fusion.graph.values import behind
+from fusion.graph.values import behind, is_undefined
 
 _LIMIT = 1 << 16
 """Elements of the largest constant that is evaluated (a table of head dims, never of tokens)."""
-_NODES = 64
-"""Nodes behind the longest constant that is evaluated."""
+_NODES = 1024
+"""Nodes of the longest computation that is evaluated."""
 _KNOWN: weakref.WeakKeyDictionary[Node, Array | None] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def _held(node: Node) -> torch.Tensor | None:
 
 def _is_small_and_pure(node: Node) -> bool:
     fake = value_of(node)
-    if node.op != "call_function" or not isinstance(fake, torch.Tensor):
+    if node.op != "call_function" or not isinstance(fake, torch.Tensor) or is_undefined(node):
         return False
     if not all(isinstance(size, int) for size in fake.shape) or math.prod(shape_of(node)) > _LIMIT:
         return False

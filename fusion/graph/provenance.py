@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion.codeline import remember
+
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.M)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -113,6 +115,12 @@ def _module_file(qualified: str | None) -> str | None:
 
 def short_path(path: str) -> str:
     """A path that means the same on another machine: below site-packages or the work folder."""
+    short = _shortened(path)
+    remember(short, path)
+    return short
+
+
+def _shortened(path: str) -> str:
     for marker in ("site-packages", "dist-packages"):
         _, found, tail = path.rpartition(f"{os.sep}{marker}{os.sep}")
         if found:

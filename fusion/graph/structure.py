@@ -6,8 +6,9 @@ import hashlib
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from fusion.graph.values import behind
+from fusion.graph.values import behind, is_undefined
 
 
 def structure(value: Any) -> str:
@@ -17,20 +18,23 @@ def structure(value: Any) -> str:
     Inductor merges equal nodes, AOTAutograd does not: K's and V's slots may be two equal chains.
     Every node is looked at once, however often the chain uses it.
     """
-    if not isinstance(value, Node):
-        return _plain(value, {})
+    nodes: list[Node] = []
+    map_arg(value, nodes.append)
     forms: dict[Node, str] = {}
-    for node in sorted(behind([value], follow=_is_pure)):
+    for node in sorted(behind(nodes, follow=_is_pure)):
         if _is_pure(node):
-            text = f"{node.target}{_plain(node.args, forms)}{_plain(node.kwargs, forms)}"
+            # Two functions of one name, such as math.pow and operator.pow, print alike.
+            where = getattr(node.target, "__module__", "")
+            text = f"{where}:{node.target}{_plain(node.args, forms)}{_plain(node.kwargs, forms)}"
             forms[node] = hashlib.sha256(text.encode()).hexdigest()
         else:
             forms[node] = node.name
-    return forms[value]
+    return _plain(value, forms)
 
 
 def _is_pure(node: Node) -> bool:
-    return node.op == "call_function" and not node.is_impure()
+    """Whether the value follows from target and arguments (random or undefined contents do not)."""
+    return node.op == "call_function" and not node.is_impure() and not is_undefined(node)
 
 
 def _plain(value: Any, forms: dict[Node, str]) -> str:

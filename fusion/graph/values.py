@@ -69,6 +69,11 @@ def copies_to(node: Node, base: Node) -> bool:
     return node.target is aten.copy_.default and node.args[0] is base and node.args[1] is not base
 
 
+def is_undefined(node: Node) -> bool:
+    """Whether the value's contents are whatever lies in memory (``empty`` and its kin)."""
+    return isinstance(node.target, torch._ops.OpOverload) and "empty" in str(node.target)
+
+
 def behind(
     nodes: Iterable[Node],
     *,

@@ -287,20 +287,20 @@ def out_of_range(op: str, a: Arguments, error: IndexError) -> IndexError:
     Indices are values, which no check reads (that would wait for the device), so only a kernel
     on the CPU can find one; where it did, reading them again costs nothing.
     """
-    name = "slot_mapping" if "slot_mapping" in a else "block_table"
-    if name in a and a["key_cache"].shape[0]:
-        blocks, size = a["key_cache"].shape[0], 1
-        if name == "slot_mapping":
-            size = a["key_cache"].shape[3 if a["kv_layout"] == "SHUFFLE" else 1]
-        index = a[name].flatten()
-        # Padding slots are negative; a block is looked up as PyTorch does, from the end if < 0.
-        wrong = index[(index >= blocks * size) | ((index < -blocks) & (name == "block_table"))]
-        if wrong.numel():
-            what = f"{blocks} blocks of {size}" if name == "slot_mapping" else f"{blocks} blocks"
-            return IndexError(
-                f"fusion.ops.{op}: {name} holds {int(wrong[0])}, but it must be below "
-                f"{blocks * size}: the cache has {what}"
-            )
+    cache = a["key_cache"]
+    blocks, size = cache.shape[0], cache.shape[3 if a["kv_layout"] == "SHUFFLE" else 1]
+    if "slot_mapping" in a:
+        name, slots = "slot_mapping", a["slot_mapping"]
+        wrong = slots[slots >= blocks * size]  # a negative one is padding
+        told = f"below {blocks * size}: the cache has {blocks} blocks of {size}"
+    else:
+        name, table = "block_table", a["block_table"]
+        columns = torch.arange(table.shape[1], device=table.device)
+        read = columns < -(-a["seq_lens"][:, None] // size)  # beyond, a table may hold anything
+        wrong = table[read & ((table >= blocks) | (table < 0))]
+        told = f"from 0 to {blocks - 1}: the cache has {blocks} blocks"
+    if wrong.numel() and blocks:
+        return IndexError(f"fusion.ops.{op}: {name} holds {int(wrong[0])}, but it must be {told}")
     return IndexError(f"fusion.ops.{op}: {error}")
 
 
