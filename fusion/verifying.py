@@ -2,13 +2,16 @@
 
 Both runs go through AOTAutograd without a code generator (``inner="aot_eager"``), so that a
 difference is fusion's and not Inductor's. Each run has copies of every tensor that it may
-write; parameters are shared. A third run keeps the values that leave each site.
+write; parameters are shared; each begins at the same state of the random number generators. A
+third run keeps the values that leave each site.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,19 +59,27 @@ class Difference:
         return f"{self.name}: {self.mismatched} elements differ, at most by {self.max_abs_error}"
 
 
+INNOCENT = (
+    "nothing was fused, so fusion cannot be the cause: the model itself differs from run to run"
+)
+"""Said of runs that differ without a rewrite."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """The outcome: ``report`` is that of the fused run, each site with its own differences.
 
     ``outputs`` are the tensors that the model returned, ``mutated`` those that the model wrote
     (buffers, caches among the arguments); ``sites`` pairs every fused site with the values that
-    leave it, in graph order.
+    leave it, in graph order. ``rewritten`` tells whether any pass changed a graph at all (one of a
+    plug-in may without a site).
     """
 
     report: Report
     outputs: tuple[Difference, ...]
     mutated: tuple[Difference, ...]
     sites: tuple[tuple[Site, tuple[Difference, ...]], ...] = field(default=())
+    rewritten: bool = True
 
     @property
     def equal(self) -> bool:
@@ -92,6 +103,11 @@ class Verification:
                 return site
         return None
 
+    @property
+    def innocent(self) -> bool:
+        """The runs differ and fusion cannot be why: it changed nothing."""
+        return not (self.equal or self.sites or self.rewritten)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
         return {
@@ -113,6 +129,8 @@ class Verification:
         sites = f"{count} fused site{'' if count == 1 else 's'}" if count else "nothing was fused"
         lines = [f"fused against unfused: {head} ({sites})"]
         lines += [f"  {d}" for d in (*self.outputs, *self.mutated) if not d.equal]
+        if self.innocent:
+            lines.append(f"  {INNOCENT}")
         bad = self.first_bad_site
         if bad is not None:
             lines.append(f"  first site that differs: {bad.layer or '-'} at {bad.source or '-'}")
@@ -127,9 +145,10 @@ def verify(
 ) -> Verification:
     """Compare ``model(*args, **kwargs)`` fused and unfused, without gradients.
 
-    The model, its buffers and the arguments are left as they were. ``options`` are those of
-    ``torch.compile(options=...)``; ``inner`` is ignored. Raises :class:`VerifyError` where the
-    model or an argument cannot be copied.
+    The model, its buffers, the arguments and the random number generators (Python's, torch's on the
+    CPU and on CUDA or ROCm devices) are left as they were; every run begins at their state.
+    ``options`` are those of ``torch.compile(options=...)``; ``inner`` is ignored. Raises
+    :class:`VerifyError` where the model or an argument cannot be copied.
     """
     config = make_config(options).replace(inner="aot_eager")
     off = config.replace(passes=tuple((name, "off") for name in sorted(pass_names())))
@@ -138,9 +157,12 @@ def verify(
         taps = _Taps()
         graphs: list[GraphReport] = []
         manager = make_manager(config, collector=graphs.append, observer=taps.observe)
-        fused = _run(call, manager, _direct)
-        _run(call, make_manager(config), taps.tap(taps.fused))
-        unfused = _run(call, make_manager(off), taps.tap(taps.unfused))
+        with _same_chance():
+            fused = _run(call, manager, _direct)
+        with _same_chance():
+            _run(call, make_manager(config), taps.tap(taps.fused))
+        with _same_chance():
+            unfused = _run(call, make_manager(off), taps.tap(taps.unfused))
     sites = tuple(taps.differences())
     shown = {id(site): found for site, found in sites}
     joined = GraphReport("verify", tuple(_noted(s, shown) for g in graphs for s in g.sites))
@@ -149,7 +171,21 @@ def verify(
         tuple(_pairs(fused.outputs, unfused.outputs)),
         tuple(_pairs(fused.written(), unfused.written())),
         sites,
+        taps.rewritten,
     )
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """Puts the random number generators back at the end, so that the next run begins alike."""
+    state = random.getstate()
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if started else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def _noted(site: Site, shown: Mapping[int, tuple[Difference, ...]]) -> Site:
@@ -221,11 +257,13 @@ class _Taps:
     def __init__(self) -> None:
         self.fused: dict[_Place, Any] = {}
         self.unfused: dict[_Place, Any] = {}
+        self.rewritten = False
         self._sites: list[tuple[Site, int, list[tuple[str, int]]]] = []
         self._wanted: dict[tuple[int, str], set[int]] = {}
 
     def observe(self, event: PassEvent) -> None:
         """Note, for each fused site, the surviving nodes that read what it made."""
+        self.rewritten |= event.changed
         alive = {n.name for n in event.graph.nodes}
         index = int(event.name or 0)
         for site in event.sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -38,6 +39,28 @@ def one() -> Any:
 def mixed() -> Any:
     """A layer that fuses, one that is missed, one that is fused in part."""
     return _call("", "second sign", "mean over heads")
+
+
+def noisy() -> Any:
+    """A layer that fuses, its output with noise on it."""
+
+    class Net(Layers):
+        def forward(self, xs: list[Inputs]) -> list[Any]:
+            q, *rest = super().forward(xs)[0]
+            return [q + torch.rand_like(q), *rest]
+
+    return Net(""), ([inputs()],), {}
+
+
+def counting() -> Any:
+    """A model that gives another value each time, whatever the random numbers."""
+    counter = itertools.count()
+
+    @torch.compiler.disable
+    def net(x: torch.Tensor) -> torch.Tensor:
+        return x + next(counter)
+
+    return net, (torch.ones(3),), {}
 
 
 def exported() -> Any:

@@ -64,6 +64,20 @@ def test_a_wrong_kernel_is_found_with_its_site_and_a_script(capsys, tmp_path, wr
     assert "0 elements differ" in alone.stdout
 
 
+def test_random_numbers_are_the_same_in_every_run(capsys):
+    ran = run(capsys, "verify", f"{MODELS}:noisy")
+    assert ran.status == 0, ran.out
+    assert "equal, bit by bit" in ran.out and ", 1 fused site\n" in ran.out
+
+
+def test_a_difference_without_a_rewrite_is_not_blamed_on_fusion(capsys):
+    ran = run(capsys, "verify", f"{MODELS}:counting")
+    assert ran.status == 1
+    assert ran.out.count("nothing was fused") == 1
+    assert "nothing was fused, so fusion cannot be the cause" in ran.out
+    assert "look at the sites" not in ran.out and "--repro" not in ran.err
+
+
 def test_a_wrong_kernel_within_the_tolerance_and_without_a_script(capsys, wrong_kernel):
     command = ["verify", f"{MODELS}:one", "-o", "validate=false", "--tolerance"]
     ran = run(capsys, *command, "100")

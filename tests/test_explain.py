@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import random
 
 import jsonschema
 import pytest
@@ -325,6 +327,41 @@ def test_verify_of_an_honest_pipeline_is_equal(monkeypatch):
     assert result.equal
     assert result.max_abs_error == 0.0
     assert result.first_bad_site is None
+
+
+def test_verify_gives_every_run_the_same_random_numbers_and_takes_none():
+    def model(x):
+        return torch.rand_like(x) * random.random() + torch.nn.functional.dropout(x)
+
+    before = torch.get_rng_state(), random.getstate()
+    result = fusion.verify(model, torch.ones(64))
+    assert result.equal, result
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    with pytest.raises(Exception, match="inside the model"):
+        fusion.verify(_raising, torch.ones(64))
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def _raising(x):
+    torch.rand(3)
+    torch._dynamo.graph_break()
+    raise RuntimeError("inside the model")
+
+
+def test_verify_of_a_model_that_differs_by_itself_does_not_blame_fusion():
+    counter = itertools.count()
+
+    def model(x):
+        torch._dynamo.graph_break()
+        return x + next(counter)
+
+    result = fusion.verify(torch.compiler.disable(model), torch.ones(3))
+    assert not result.equal and result.innocent
+    assert "nothing was fused, so fusion cannot be the cause" in result.to_text()
+    model, (x, slots) = Model(), inputs()
+    fused = fusion.verify(model, x, slots, options={"sin_to_cos": {"skip": "layers.0"}})
+    assert not fused.equal and not fused.innocent
+    assert "cannot be the cause" not in fused.to_text()
 
 
 def test_verify_needs_a_model_that_can_be_copied():

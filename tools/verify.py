@@ -64,7 +64,8 @@ def command(
 ) -> None:
     """Run a model fused and unfused on this machine and compare every output and every byte of
     the caches. Where they differ, the values that leave each site are compared in graph order,
-    which names the first bad site. A kernel that was asked for and bound at no site is warned of.
+    which names the first bad site. Every run begins at the same state of the random number
+    generators. A kernel that was asked for and bound at no site is warned of.
     A Hugging Face model is run with random weights."""
     import fusion
     from fusion.tools.explain import check_names
@@ -144,7 +145,8 @@ def to_text(result: Verification, tolerance: float) -> str:
         head = f"equal within {tolerance:g} (at most {result.max_abs_error:g})"
     lines = [f"fused against unfused: {head}"]
     sites = f"{len(result.sites)} fused site{'' if len(result.sites) == 1 else 's'}"
-    untested = "" if result.sites else ": nothing was fused, so nothing of fusion was tested"
+    told = bool(result.sites) or result.innocent
+    untested = "" if told else ": nothing was fused, so nothing of fusion was tested"
     lines.append(f"  {compared} tensors compared, {sites}{untested}")
     lines += [f"  {d}" for d in (*result.outputs, *result.mutated) if not d.equal]
     bad = result.first_bad_site
@@ -153,6 +155,10 @@ def to_text(result: Verification, tolerance: float) -> str:
         lines.append(f"first site that differs: {place}, {bad.operation}, kernel {bad.kernel}")
         found = next(ds for s, ds in result.sites if s is bad)
         lines += [f"  {d}" for d in found if not d.equal]
+    elif result.innocent:
+        from fusion.verifying import INNOCENT
+
+        lines.append(INNOCENT)
     elif not result.equal:
         lines.append("no fused site passes on another value: look at the sites' surroundings")
     return "\n".join(lines) + "\n\n" + result.report.to_text()
