@@ -11,7 +11,6 @@ import torch
 
 from fusion import discovery
 from fusion.registry import REGISTRY
-from fusion.render import where
 from fusion.report import Report, Site
 
 
@@ -33,7 +32,7 @@ def expect(report_or_model: Any, **counts: int | str) -> Report:
     for name, count in counts.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"no pass is called {name!r}{hint} Passes: {', '.join(known)}")
         accept, wanted = _wanted(name, count)
         places = _places(report, name)
@@ -89,7 +88,7 @@ def _problem(
     elif misses:
         lines.append("  near misses, nearest first:")
     for site in misses[:10]:
-        lines.append(f"    {where(site)} ({site.source or 'no source'}): {site.status}")
+        lines.append(f"    {site.place()}: {site.status}")
         lines += [f"      {r}" for r in site.reasons]
         refused = [c for c in site.candidates if not c.accepted]
         lines += [f"      kernel {c.kernel}: {r}" for c in refused for r in c.reasons]

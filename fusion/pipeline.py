@@ -383,8 +383,7 @@ def required_text(missed: Sequence[Site]) -> str:
     names = ", ".join(sorted({s.pass_name for s in missed}))
     lines = [f"{names} is required, but {len(missed)} site(s) are not fused:"]
     for site in missed:
-        where = site.layer or "?"
-        lines.append(f"  {where} ({site.source or 'no source'}): {site.status}")
+        lines.append(f"  {site.place()}: {site.status}")
         lines += [f"    {r}" for r in site.reasons]
         for candidate in site.candidates:
             if not candidate.accepted:

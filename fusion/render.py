@@ -82,8 +82,8 @@ def summary(site: Site) -> str:
 
 
 def where(site: Site) -> str:
-    """The layer, else the source line, else a dash."""
-    return site.layer or site.source or "-"
+    """The layer, else the source line, else ``node NAME``, else a dash."""
+    return site.layer or site.place()
 
 
 def fact_text(value: object) -> str:
@@ -154,7 +154,8 @@ def _explain(g: Group, code: Code | None, details: bool) -> list[str]:
     if len(places) > 4 or len(places) < len(g.sites):
         shown += f"{', ...' if len(places) > 4 else ''} ({len(g.sites)} in all)"
     status = site.status if site.applicable else "left alone"
-    lines = [f"  {status}: {shown}" + (f" at {site.source}" if site.source else "")]
+    line = f" at {site.source}" if site.source and site.layer else ""
+    lines = [f"  {status}: {shown}{line}"]
     lines += _code_line(site.source, code, "    ")
     for reason in site.reasons:
         here = reason.node is None and reason.source == site.source
@@ -170,7 +171,7 @@ def _explain(g: Group, code: Code | None, details: bool) -> list[str]:
         elif codes and known.issuperset(map(_gist, candidate.reasons)):
             lines[-1] += f": {', '.join(dict.fromkeys(codes))}, see above"
         else:
-            for reason in candidate.reasons:
+            for reason in once(candidate.reasons):
                 lines += _reason(reason, "      ", code)
     if site.validation is not None:
         lines.append(f"    checked: {fact_text(site.validation)}")
@@ -191,9 +192,19 @@ def _passed_over(g: Group) -> list[str]:
         if any(r.code == _CHIP for r in candidate.reasons):
             continue
         lines += ["", f"  {_count(g)}: {g.first.kernel}, because {candidate.kernel} was refused"]
-        for reason in candidate.reasons:
+        for reason in once(candidate.reasons):
             lines += _reason(reason, "    ")
     return lines
+
+
+def once(reasons: Sequence[Reason]) -> list[Reason]:
+    """Reasons that say the same, needs aside, as one that needs all that they need."""
+    needs: dict[Reason, dict[str, None]] = {}
+    for r in reasons:
+        found = needs.setdefault(replace(r, need=None), {})
+        if r.need is not None:
+            found[r.need] = None
+    return [replace(r, need=" and ".join(found) or None) for r, found in needs.items()]
 
 
 def _gist(reason: Reason) -> tuple[str | None, ...]:
@@ -242,6 +253,7 @@ def to_html(report: Report, *, code: Code | None = None) -> str:
         rows=_rows(report),
         summary=summary,
         where=where,
+        once=once,
         tally=_tally,
         fact_text=fact_text,
         drawing=drawing,

@@ -88,6 +88,17 @@ class Site:
         """Something was wanted here and not done completely."""
         return self.applicable and self.status != "fused"
 
+    @property
+    def node(self) -> str | None:
+        """The name of a node of it, or that stands in its way."""
+        names = [str(n["name"]) for n in self.nodes] + [r.node for r in self.reasons if r.node]
+        return names[0] if names else None
+
+    def place(self) -> str:
+        """``layer at file:line``, one of the two, else ``node NAME``, else a dash."""
+        known = [p for p in (self.layer, self.source) if p]
+        return " at ".join(known) or (f"node {self.node}" if self.node else "-")
+
     def outcome(self) -> tuple[Any, ...]:
         """What sites must share to be shown as one group."""
         reasons = tuple((r.code, r.message, r.have, r.need) for r in self.reasons)

@@ -133,7 +133,7 @@ class Verification:
             lines.append(f"  {INNOCENT}")
         bad = self.first_bad_site
         if bad is not None:
-            lines.append(f"  first site that differs: {bad.layer or '-'} at {bad.source or '-'}")
+            lines.append(f"  first site that differs: {bad.place()}")
         return "\n".join(lines) + "\n\n" + self.report.to_text()
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 import fusion
+from fusion.report import GraphReport
+from fusion.tools.baseline import changes
+from fusion.tools.baseline import to_text as changes_text
 from fusion.tools.console import said_by
 from fusion.tools.explain import parse_expectation
 from tests.cli import MODELS, golden, run
@@ -77,6 +81,7 @@ def test_expectations(capsys, expectation, status):
     else:
         assert ran.out == ""
         assert ("did you mean" in ran.err) == expectation.startswith("qk_norm_rope_kv_cahce")
+        assert ("? Passes: " in ran.err) == ("did you mean" in ran.err)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +156,39 @@ def test_the_baseline_tells_what_changed(capsys, tmp_path):
 def test_baselines_that_are_none(capsys, tmp_path):
     bad = tmp_path / "b.json"
     bad.write_text('{"schema": 7}')
-    for path in (bad, tmp_path / "none.json"):
-        ran = run(capsys, "explain", GOOD, "--baseline", str(path))
-        assert ran.status == 2
-        assert "is no fusion report" in ran.err
+    ran = run(capsys, "explain", GOOD, "--baseline", str(bad))
+    assert (ran.status, ran.out) == (2, "")
+    assert f"{bad} is no fusion report: report schema 7" in ran.err
+    none = tmp_path / "none.json"
+    ran = run(capsys, "explain", GOOD, "--baseline", str(none))
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"error: --baseline: there is no file {none}\n"
+    ran = run(capsys, "explain", GOOD, "--baseline", str(tmp_path))
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"error: {tmp_path} cannot be read: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("layer", "source", "shown"),
+    [
+        ("layers.1", "net.py:7", "layers.1"),
+        (None, "net.py:7", "net.py:7"),
+        (None, None, "node copy_"),
+    ],
+)
+def test_a_change_names_its_place(layer, source, shown):
+    old = fusion.Site(PASS, "fused", layer=layer, source="net.py:3", nodes=({"name": "copy_"},))
+    new = replace(old, status="missed", source=source)
+    reports = [fusion.Report((GraphReport("0", (s,)),)) for s in (old, new)]
+    assert f"  worse: {shown}: {PASS}\n" in changes_text(changes(*reports), "last.json")
+    twice = [fusion.Report((GraphReport("0", (s, s)),)) for s in (old, new)]
+    text = changes_text(changes(*twice), "last.json")
+    assert f"  worse: 2 sites: {PASS}\n" in text and f"    at   {shown}\n" in text
+    other = [replace(s, layer="layers.2") for s in (old, new)]
+    pairs = [fusion.Report((GraphReport("0", p),)) for p in zip((old, new), other, strict=True)]
+    noun = "layers" if layer else "sites"
+    text = changes_text(changes(*pairs), "last.json")
+    assert f"  worse: 2 {noun}: {PASS}\n" in text and f"    at   {shown}, layers.2\n" in text
 
 
 @pytest.mark.parametrize(
@@ -174,7 +208,7 @@ def test_baselines_that_are_none(capsys, tmp_path):
         ([GOOD, "--target", "gfx942,aiter=banana"], "'banana' in 'aiter=banana' is no version"),
         ([GOOD, "--option", "numerics"], "is not KEY=VALUE"),
         ([GOOD, "--option", "numeric=exact"], "did you mean 'numerics'"),
-        ([GOOD, "--pass", "qk"], "no pass is called 'qk'"),
+        ([GOOD, "--pass", "qk"], "no pass is called 'qk'. Passes: "),
         ([GOOD, "--site", "encoder"], "no site matches 'encoder'"),
         ([GOOD, "--json", "-", "--html", "-"], "cannot both go to stdout"),
         ([GOOD, "--dtype", "bf17"], "is no dtype"),

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fusion
 from fusion.graph.provenance import frames_of, layer_of, short_path, source_of
+from fusion.pipeline import required_text
 from fusion.reason import Reason
 from fusion.render import fact_text, summary, to_text
 from fusion.report import (
@@ -198,6 +200,50 @@ def test_a_kernel_for_other_chips_is_told_of_once_and_is_all_there_in_json_and_d
     # What stands behind the chosen kernel was not wanted, on whatever chip.
     behind = site(0, kernel="triton", candidates=tuple(reversed(foreign)))
     assert "aiter" not in Report((GraphReport("decode", (behind,)),)).to_text()
+
+
+def test_reasons_of_a_kernel_that_say_the_same_are_one_with_all_needs():
+    code, said = "gate.backend-unavailable", "AITER is not installed on this target"
+    needs = ("aiter >=0.1.12", "aiter >=0.1.19", "aiter >=0.1.12")
+    reasons = [Reason(code, said, have="nothing", need=need) for need in needs]
+    reasons.insert(1, Reason("gate.head-dim", "head size is 32", have="32", need="64"))
+    aiter = Candidate("aiter", False, tuple(reasons))
+    taken = site(1, candidates=(aiter, Candidate("triton", True)), kernel="triton")
+    missed = site(2, status="refused", reasons=(), candidates=(aiter,))
+    for one in (taken, missed):
+        whole = replace(report(), graphs=(GraphReport("0", (one,)),))
+        for text in (whole.to_text(), whole.to_html()):
+            assert text.count(said) == 1
+            assert text.count("aiter &gt;=0.1.12 and aiter &gt;=0.1.19") == ("<html" in text)
+            assert text.count("aiter >=0.1.12 and aiter >=0.1.19\n") == ("<html" not in text)
+        assert len(json.loads(whole.to_json())["graphs"][0]["sites"][0]["candidates"][0]["reasons"]
+                   ) == 4  # fmt: skip
+        text = whole.to_text()
+        assert text.index(said) < text.index("head size is 32")
+
+
+@pytest.mark.parametrize(
+    ("known", "place", "line"),
+    [
+        ({"layer": "a.b", "source": "net.py:14"}, "a.b at net.py:14", "missed: a.b at net.py:14"),
+        ({"layer": None, "source": "net.py:14"}, "net.py:14", "missed: net.py:14"),
+        ({"layer": "a.b", "source": None}, "a.b", "missed: a.b"),
+        ({"layer": None, "source": None}, "node copy_", "missed: node copy_"),
+        ({"layer": None, "source": None, "nodes": ()}, "node sin_1", "missed: node sin_1"),
+        ({"layer": None, "source": None, "nodes": (), "reasons": ()}, "-", "missed: -"),
+    ],
+)
+def test_a_place_is_said_once(known, place, line):
+    reasons = (Reason("match.rope-sign", "no", node="sin_1"),)
+    base = {"status": "missed", "reasons": reasons, "nodes": ({"name": "copy_"},)}
+    one = replace(site(1), **{**base, **known})
+    assert one.place() == place
+    whole = replace(report(), graphs=(GraphReport("0", (one,)),))
+    assert f"  {line}" in whole.to_text().splitlines()
+    with pytest.raises(AssertionError, match=rf"(?m)^    {place}: missed$"):
+        fusion.expect(whole, **{one.pass_name: 1})
+    required = required_text([one])
+    assert f"\n  {place}: missed\n" in required and "?" not in required
 
 
 def test_what_a_refused_site_says_is_not_said_again_by_its_kernel():

@@ -25,6 +25,7 @@ class Change:
     before: str
     after: str
     places: tuple[str, ...]
+    layers: bool = True  # the places are layers, each its own
 
     @property
     def worse(self) -> bool:
@@ -33,12 +34,16 @@ class Change:
 
 
 def read_report(path: str) -> Report:
-    """A report from a file. Raises :class:`CommandError` where it holds none."""
+    """A report from a file. Raises :class:`CommandError` where there is none."""
     from fusion import Report
 
     try:
         return Report.from_json(Path(path).read_text("utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        raise CommandError(f"--baseline: there is no file {path}") from None
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(f"{path} is no fusion report: {error}") from error
 
 
@@ -46,9 +51,10 @@ def changes(old: Report, new: Report) -> list[Change]:
     """The places whose outcome differs, equal changes together, worst first.
 
     A place is a layer and a pass (counted, where a layer has several); source lines may move.
-    Reasons matter by code only, so that another wording is no change.
+    Reasons matter by code only, so that another wording is no change. Places without a layer are
+    shown by their line, as it is now.
     """
-    from fusion.render import summary
+    from fusion.render import summary, where
 
     before, after = _places(old), _places(new)
     found: dict[tuple[str, str, str, str], list[str]] = {}
@@ -58,9 +64,15 @@ def changes(old: Report, new: Report) -> list[Change]:
         if words[0] == words[1]:
             continue
         key = (_verdict(a, b), place[0], words[0], words[1])
-        found.setdefault(key, []).append(place[1])
+        site = b or a
+        assert site is not None
+        found.setdefault(key, []).append(where(site))
     order = ("worse", "gone", "changed", "new", "better")
-    made = [Change(*key, tuple(places)) for key, places in found.items()]
+    layers = {s.layer for s in (*before.values(), *after.values())}
+    made = [
+        Change(*key, tuple(places), layers.issuperset(places) and len({*places}) == len(places))
+        for key, places in found.items()
+    ]
     return sorted(made, key=lambda c: order.index(c.verdict))
 
 
@@ -96,12 +108,13 @@ def to_text(found: list[Change], name: str) -> str:
         return f"nothing changed since {name}\n"
     lines = [f"changes since {name}:"]
     for change in found:
-        places = change.places
-        count = places[0] if len(places) == 1 else f"{len(places)} layers"
+        places = tuple(dict.fromkeys(change.places))
+        count = f"{len(change.places)} {'layers' if change.layers else 'sites'}"
+        count = places[0] if len(change.places) == 1 else count
         lines.append(f"  {change.verdict}: {count}: {change.pass_name}")
         lines.append(f"    from {change.before}")
         lines.append(f"    to   {change.after}")
-        if len(places) > 1:
+        if len(change.places) > 1:
             shown = ", ".join(places[:4]) + (", ..." if len(places) > 4 else "")
             lines.append(f"    at   {shown}")
     return "\n".join(lines) + "\n"

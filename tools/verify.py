@@ -151,8 +151,8 @@ def to_text(result: Verification, tolerance: float) -> str:
     lines += [f"  {d}" for d in (*result.outputs, *result.mutated) if not d.equal]
     bad = result.first_bad_site
     if bad is not None:
-        place = f"{bad.layer or '-'} at {bad.source or '-'}"
-        lines.append(f"first site that differs: {place}, {bad.operation}, kernel {bad.kernel}")
+        what = f"{bad.operation}, kernel {bad.kernel}"
+        lines.append(f"first site that differs: {bad.place()}, {what}")
         found = next(ds for s, ds in result.sites if s is bad)
         lines += [f"  {d}" for d in found if not d.equal]
     elif result.innocent:
