@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
@@ -168,6 +169,44 @@ def test_passes(capsys):
     data = json.loads(run(capsys, "passes", "--json", "-").out)
     assert [p["name"] for p in data] == list(dict.fromkeys(p["name"] for p in data))
     assert all(p["origin"] for p in data)
+    about = {p["name"]: p["about"] for p in data}
+    assert all(about.values()) and len({*about.values()}) == len(about)
+    assert about["merge_linears"].startswith("Merge linears that are computed more than once")
+    assert not [text for text in about.values() if "`" in text or "The pass" in text]
+
+
+def test_what_a_pass_does_is_told_in_plain_words():
+    from fusion.tools.passes import about
+
+    @dataclass(frozen=True)
+    class Told:
+        """Does :class:`~a.B` and ``c``,
+        `d`_ too.
+
+        Not this.
+        """
+
+    @dataclass(frozen=True)
+    class Named:
+        """The pass. It has no options."""
+
+    @dataclass(frozen=True)
+    class WithOptions:
+        """The pass. ``n``: how many."""
+
+        n: int = 1
+
+    @dataclass(frozen=True)
+    class Untold:
+        n: int = 1
+
+    module = (
+        "The other commands: kernels, doctor, passes, diff, bench, and the command line itself."
+    )
+    assert about(Told) == "Does a.B and c, d too."
+    assert about(Named) == module
+    assert about(WithOptions) == f"{module} n: how many."
+    assert about(Untold) == module
 
 
 # --- diff ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +61,7 @@ def describe(target: str | None, kernels: str | None, option: list[str] | None) 
                 "status": "built" if status is None else status.status,
                 "mode": config.mode(info.name),
                 "origin": info.origin,
-                "about": (inspect.getdoc(info.cls) or "").split("\n\n")[0].replace("\n", " "),
+                "about": about(info.cls),
                 "options": [
                     {"name": f.name, "type": str(f.type), "value": chosen.get(f.name, _default(f))}
                     for f in dataclasses.fields(info.cls)
@@ -81,6 +82,28 @@ def describe(target: str | None, kernels: str | None, option: list[str] | None) 
             }
         )
     return found
+
+
+def about(cls: type[Any]) -> str:
+    """What a pass does, in plain words: the head of its docstring.
+
+    Where that says no more than that it is the pass (or is the one that ``dataclass`` makes up),
+    the head of its module's, and of the class's what it says about options.
+    """
+    head = _head(cls)
+    if head.startswith(f"{cls.__name__}("):
+        head = ""
+    if head and not head.startswith("The pass."):
+        return head
+    options = head.removeprefix("The pass.").strip() if dataclasses.fields(cls) else ""
+    module = inspect.getmodule(cls)
+    return f"{_head(module) if module is not None else ''} {options}".strip()
+
+
+def _head(documented: Any) -> str:
+    """The first paragraph of a docstring on one line, without the marks of reStructuredText."""
+    text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    return re.sub(r"(?::[\w:]+:)?(`+)~?(.+?)\1_{0,2}", r"\2", text)
 
 
 def _default(field: Any) -> Any:
