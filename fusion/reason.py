@@ -286,8 +286,9 @@ _BUILTIN: dict[str, tuple[str, str]] = {
         "please report it: the graph was left as it was",
     ),
     "match.validation-bound": (
-        "the check of the rewrite would need more time or memory than allowed",
-        "raise validation_seconds / validation_mb, or pass validate=False",
+        "the check of the rewrite could not be run, or not with the time and memory allowed",
+        "where a limit is named, raise validation_seconds or validation_mb; else keep tokens and "
+        "blocks of the cache in dimensions of their own, or pass validate=False",
     ),
     "match.value": ("the written value is not one row per token and head", "see the node"),
     "plugin.broken": ("a plug-in could not be loaded", "see the error, or uninstall the plug-in"),

@@ -140,6 +140,9 @@ FORMS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "epsilon as a bound": (
         lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True).clamp(min=EPS)), w, x),
         "match.norm-eps"),
+    "negative epsilon": (
+        lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True) + -EPS), w, x),
+        "match.norm-eps"),
     "epsilon outside the root": (
         lambda n, w, x: late(n, torch.rsqrt(n.pow(2).mean(-1, True)) + EPS, w, x),
         "match.norm-form"),

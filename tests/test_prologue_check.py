@@ -9,10 +9,12 @@ import torch
 
 import fusion
 from fusion.build import make_config, make_manager
+from fusion.layout import KVCacheLayout
 from fusion.passes import qk_norm_rope_kv_cache as the_pass
 from fusion.passes.prologue.check import Checked
 from fusion.report import Site
-from tests.prologue_block import functional, inputs, variant
+from tests import prologue_block
+from tests.prologue_block import functional, inputs, run, variant
 
 PASS = "qk_norm_rope_kv_cache"
 
@@ -110,3 +112,72 @@ def test_a_cache_without_a_slot_is_a_reason(
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def test_tables_that_are_computed_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal by how they are spelled: the check gives both the same values."""
+    half = prologue_block.ROPES["chunk"]
+
+    def other_way(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, d: int) -> torch.Tensor:
+        return half(x, cos, -sin, d)
+
+    def first_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, d: int) -> torch.Tensor:
+        return half(x, cos[:, : d // 2], sin[:, : d // 2], d)
+
+    monkeypatch.setitem(prologue_block.ROPES, "other way", other_way)
+    monkeypatch.setitem(prologue_block.ROPES, "first half", first_half)
+    outcome = run(variant(rope="other way"))
+    outcome.assert_equal()
+    assert outcome.site.status == "fused", outcome.site.reasons
+
+    block = variant(rope="first half", rotary=16, tokens=7, heads=6, kv_heads=3)
+    eager, fused = inputs(block), inputs(block)
+    for tensor in (fused.qkv, fused.positions, fused.slots, fused.readable):
+        assert tensor is not None
+        torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(functional(block), backend="fusion", options={"inner": "aot_eager"})
+    for got, want in zip(compiled(fused), functional(block)(eager), strict=True):
+        assert prologue_block.same_bits(got, want)
+    assert prologue_block.same_bits(fused.cache, eager.cache)
+    (site,) = [s for s in fusion.reports()[-1].sites if s.pass_name == PASS]
+    assert site.status == "fused", site.reasons
+
+
+def test_tables_that_only_look_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = prologue_block.ROPES["chunk"]
+
+    def by_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, d: int) -> torch.Tensor:
+        return half(x, cos, -sin if x.shape[1] == 8 else -sin.abs(), d)
+
+    monkeypatch.setitem(prologue_block.ROPES, "by heads", by_heads)
+    outcome = run(variant(rope="by heads"))
+    outcome.assert_equal()
+    found = [s for s in outcome.report.sites if s.pass_name == PASS]
+    assert found
+    assert "fused" not in {site.status for site in found}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("slot", [-128, -1, 127, -129, 128, -(10**6)])
+def test_indices_are_counted_from_the_end_as_far_as_there_are_any(slot: int, inner: str) -> None:
+    """Farther, torch raises, and so does the fused graph on a CPU."""
+    block = variant(write="slots", layout=KVCacheLayout.NHD)
+    eager, fused = inputs(block), inputs(block)
+    for x in (eager, fused):
+        x.slots[2] = slot
+    torch._dynamo.reset()
+    compiled = torch.compile(functional(block), backend="fusion", options={"inner": inner})
+    if -128 <= slot < 128:
+        functional(block)(eager)
+        compiled(fused)
+        pairs = zip(prologue_block.caches(fused), prologue_block.caches(eager), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    else:
+        with pytest.raises(IndexError):
+            functional(block)(eager)
+        with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)|must be below"):
+            compiled(fused)  # Inductor has a check of its own, a RuntimeError
+    (site,) = [s for s in fusion.reports()[-1].sites if s.pass_name == PASS]
+    assert site.status == "fused"

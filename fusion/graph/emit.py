@@ -293,6 +293,13 @@ class Emitter:
             return node
         low = self.call(aten.lt.Scalar, (node, 0), before=before)
         up = self.call(aten.add.Tensor, (node, self.size(length, before)), before=before)
+        if node.meta["val"].device.type == "cpu" and isinstance(length, int):
+            # Too far below is an error for torch and padding for the operation. Here kernels find
+            # what is too large; a GPU would be asked for an address.
+            far = self.call(aten.lt.Scalar, (up, 0), before=before)
+            options = {"dtype": torch.int64, "device": torch.device("cpu"), "pin_memory": False}
+            outside = self.call(aten.full.default, ([], length), options, before=before)
+            up = self.call(aten.where.self, (far, outside, up), before=before)
         return self.call(aten.where.self, (low, up, node), before=before)
 
 

@@ -91,6 +91,9 @@ class MeanReader(Walk):
             for mean, eps in ((a["self"], a["other"]), (a["other"], a["self"])):
                 number = constant_number(eps)
                 if number is not None and isinstance(mean, Node):
+                    if not number >= 0:
+                        raise No("match.norm-eps", "epsilon is negative", node, 3,
+                                 have=f"{number:g}", need="0 or more")  # fmt: skip
                     return self.of(variance, mean), number
                 scalar = isinstance(eps, Node) and math.prod(shape_of(eps)) == 1
                 if scalar and isinstance(mean, Node) and math.prod(shape_of(mean)) != 1:

@@ -26,7 +26,7 @@ from fusion.graph.shapes import NoHintError, hint
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Region, RegionError
 from fusion.passes.prologue.chain import Chain
-from fusion.passes.prologue.dependent import half_a_table, made_inside
+from fusion.passes.prologue.dependent import equal_tables, half_a_table, made_inside
 from fusion.passes.prologue.operation import Operand, Operation
 from fusion.passes.prologue.trial import Trial, no_count, same_bits, small_sizes, token_counts
 from fusion.pipeline import Context
@@ -75,7 +75,7 @@ def check(chain: Chain, operation: Operation, context: Context) -> Checked:
         return Checked("refused", reason=half)
     try:
         roles = _roles(operation)
-        twins = getattr(chain.write, "twins", {})
+        twins = {**getattr(chain.write, "twins", {}), **equal_tables(chain)}
         roles |= {twin: roles[same] for twin, same in twins.items() if same in roles}
         outputs = _outputs(chain, operation)
         made = made_inside(chain, roles)

@@ -1,4 +1,4 @@
-"""Operands that are made from other operands: the check cannot give each a random value."""
+"""Operands that depend on each other: the check cannot give each a random value of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from fusion.graph.provenance import source_of
+from fusion.graph.structure import structure
 from fusion.graph.values import behind
 from fusion.passes.prologue.chain import Chain
 from fusion.reason import Reason
@@ -39,3 +40,19 @@ def made_inside(chain: Chain, roles: Mapping[Node, str]) -> set[Node]:
     value = chain.write.value.node
     others = roles.keys() - {value}
     return {value}.intersection(behind([chain.k_rope.out.node, chain.write.key.node], stop=others))
+
+
+def equal_tables(chain: Chain) -> dict[Node, Node]:
+    """The nodes of the query's tables by the key's, where the graph computes equal ones twice
+    (``-sin`` or ``cos[:, :rotary]`` at each use): both must get the same values."""
+    twins: dict[Node, Node] = {}
+    for q, k in (
+        (chain.q_rope.cos, chain.k_rope.cos),
+        (chain.q_rope.sin, chain.k_rope.sin),
+    ):
+        for mine, other in ((q.node, k.node), (q.positions, k.positions)):
+            if mine is None or other is None or mine is other or mine in twins:
+                continue
+            if structure(mine) == structure(other):
+                twins[mine] = other
+    return twins

@@ -16,6 +16,7 @@ from fusion.graph.shapes import NoHintError, hint, hints
 from fusion.match.facts import CachePlane, RopeTable, Slots, TokenView
 from fusion.match.region import Dims, Input, Region, RegionError, dims_of, small_shape
 from fusion.passes.prologue.chain import Chain
+from fusion.passes.prologue.dependent import equal_tables
 from fusion.passes.prologue.operation import Operation
 from fusion.passes.prologue.small_cache import SmallCache
 
@@ -54,6 +55,9 @@ class Trial:
         self.cache = SmallCache(chain.write, self.small, self.generator) if chain.write else None
         for name, operand in operation.tensors.items():
             self._add(name, operand)
+        for twin, same in equal_tables(chain).items():
+            if twin in roles and same in self.inputs:
+                self.inputs.setdefault(twin, self.inputs[same])
 
     def compare(
         self, region: Region, outputs: Mapping[Node, str], tick: Any
