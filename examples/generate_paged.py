@@ -48,19 +48,33 @@ def main(argv: list[str] | None = None) -> int:
     if args.compile:
         compile = {"backend": "fusion", "options": {"inner": args.inner}}
         print("compiling prefill and decode ...", flush=True)
+    steps: dict[str, str] = {}  # graph, step that it was compiled for
+
+    def note(step: str) -> None:
+        for report in fusion.reports():
+            for graph in report.graphs:
+                steps.setdefault(graph.id, step)
+
+    def seen(step: int, _: torch.Tensor) -> None:
+        if step == 0:  # what was compiled by now is the prefill
+            note("prefill")
+
     for attempt in ("first", "again"):
         start = time.perf_counter()
-        tokens = generate(model, prompts, args.max_new_tokens, cache, compile=compile)
+        tokens = generate(
+            model, prompts, args.max_new_tokens, cache, compile=compile, on_logits=seen
+        )
         what = "compiled" if args.compile else "eager"
         print(f"paged, {what}, {attempt}: {time.perf_counter() - start:.1f} s")
+        note("decode")
         if not args.compile:
             break
 
     equal = _compare(prompts, tokens, reference, tokenizer)
     if args.compile:
         for report in fusion.reports():
-            print()
-            print(report.to_text())
+            print(f"\n--- {steps[report.graphs[0].id]} ---\n")
+            print(report.to_text(), end="")
     print()
     print(f"tokens {'equal' if equal else 'not equal'} to transformers' eager generation")
     return 0 if equal or model.dtype is not torch.float32 else 1

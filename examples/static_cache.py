@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(" ".join(map(str, row)))
     for report in fusion.reports():
         print()
-        print(report.to_text())
+        print(report.to_text(), end="")
     equal = tokens == reference
     print()
     print(f"tokens {'equal' if equal else 'not equal'} to the uncompiled model's")

@@ -35,11 +35,20 @@ def load(name: str) -> Any:
 
 def test_generate_paged_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--inner aot_eager --layers 1 --max-new-tokens 4 --device cpu --pack-qkv"
+    fusion.reports(clear=True)  # of other tests in this process
     assert load("generate_paged").main(arguments.split()) == 0
     out = capsys.readouterr().out
     assert "tokens equal to transformers' eager generation" in out
     assert out.count("fused") >= 2
     assert "pack_qkv: 1 layers packed, skipped: none" in out
+    # Each report says which step it is of, and one blank line is enough.
+    prefill, decode = fusion.reports()
+    headings = [line for line in out.splitlines() if line.startswith("--- ")]
+    assert headings == ["--- prefill ---", "--- decode ---"]
+    assert "\n\n\n" not in out
+    assert f"--- prefill ---\n\n{prefill}" in out and f"--- decode ---\n\n{decode}" in out
+    tokens = [s.facts["tokens"] for r in (prefill, decode) for s in r.sites if "tokens" in s.facts]
+    assert tokens == ["53", "4"]  # of the prompts, and one of each
 
 
 def test_generate_paged_from_a_config_file(
@@ -84,3 +93,4 @@ def test_static_cache(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens equal to the uncompiled model's" in out
     # Prefill and decode, one layer each.
     assert out.count("1 fused") == 2
+    assert "\n\n\n" not in out
