@@ -21,7 +21,11 @@ from fusion.reason import Reason
 
 @dataclass(frozen=True)
 class Outcome:
-    """One condition, looked at: ``ok``, what it has and needs, and where ``have`` came from."""
+    """One condition, looked at: ``ok``, what it has and needs, and where ``have`` came from.
+
+    ``applies`` is False where there is nothing to look at, which is ok: a condition on AMD chips
+    and an NVIDIA chip, the dtype of an argument that is not given.
+    """
 
     name: str
     ok: bool
@@ -29,6 +33,7 @@ class Outcome:
     need: str
     origin: str
     reason: Reason | None = None
+    applies: bool = field(default=True, compare=False)
 
 
 class Condition(Protocol):
@@ -40,12 +45,19 @@ class Condition(Protocol):
 
 
 def outcome(
-    name: str, ok: bool, have: object, need: object, origin: str, code: str, message: str
+    name: str,
+    ok: bool,
+    have: object,
+    need: object,
+    origin: str,
+    code: str,
+    message: str,
+    applies: bool = True,
 ) -> Outcome:
     """Build an outcome, with a reason where it is not ok."""
     have_text, need_text = str(have), str(need)
     reason = None if ok else Reason(code, message, have=have_text, need=need_text)
-    return Outcome(name, ok, have_text, need_text, origin, reason)
+    return Outcome(name, ok, have_text, need_text, origin, reason, applies)
 
 
 def _dtype_name(dtype: object) -> str:
@@ -93,6 +105,7 @@ class Arch:
             f"target {target.origin}",
             "gate.arch",
             f"is not built for {target.arch}",
+            self.vendor in (None, target.vendor),
         )
 
 
@@ -115,6 +128,7 @@ class MinCapability:
             f"target {target.origin}",
             "gate.arch",
             f"needs sm_{self.minimum} or newer",
+            target.vendor == "nvidia",
         )
 
 
@@ -168,6 +182,7 @@ class DtypeIn:
             "arguments",
             self.code,
             f"{', '.join(bad)} has a dtype that the kernel does not take",
+            bool(have),
         )
 
 
@@ -189,6 +204,7 @@ class SameDtype:
             "arguments",
             self.code,
             "the kernel wants one dtype for " + ", ".join(have),
+            len(have) > 1,
         )
 
 
@@ -218,6 +234,7 @@ class SizeIn:
             f"shape of {self.tensor}",
             self.code,
             f"{self.what} is {have}",
+            spec is not None,
         )
 
 
@@ -241,6 +258,7 @@ class UnitLastStride:
             "strides",
             self.code,
             f"{', '.join(bad)} is not contiguous along its last dimension",
+            bool(have),
         )
 
 
@@ -264,6 +282,7 @@ class OnDevice:
             "arguments",
             self.code,
             f"{', '.join(bad)} must be on {self.device}",
+            bool(have),
         )
 
 

@@ -94,7 +94,10 @@ def test_the_gate_fits_the_terminal_and_leaves_nothing_out(capsys, monkeypatch, 
     (entry,) = json.loads(run(capsys, *ask, "--json", "-").out)["ops"]
     for kernel in entry["kernels"]:
         for c in kernel["conditions"]:
-            mark = "ok" if c["ok"] else "NO"
+            assert c.keys() == {"name", "ok", "have", "need", "origin"}
+            unasked = c["have"] == "not looked at" or c["name"] == "arch (amd)"
+            unasked |= c["have"].startswith("absent") and "absent" not in c["need"]
+            mark = "NO" if not c["ok"] else "--" if unasked else "ok"
             line = f"{mark} {c['name']}: have {c['have']}; need {c['need']}; from {c['origin']}"
             assert " ".join(line.split()) in said
     # What a kernel is refused for is read first, and counted.
@@ -103,8 +106,27 @@ def test_the_gate_fits_the_terminal_and_leaves_nothing_out(capsys, monkeypatch, 
     total = len(refused["conditions"])
     head, rest = text.split(f"aiter: refused, {unmet} of {total} conditions not met\n")
     assert "  NO  " not in head
-    marks = [line[4:6] for line in rest.splitlines() if line[4:6] in ("ok", "NO")]
+    marks = [line[4:6] for line in rest.splitlines() if line[4:6] in ("ok", "NO", "--")]
     assert marks[:unmet] == ["NO"] * unmet and "NO" not in marks[unmet:]
+
+
+def test_a_condition_that_is_not_of_this_call_is_not_called_ok(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    nvidia = run(capsys, "kernels", "--target", "sm_90").out
+    amd = run(capsys, "kernels", "--target", "gfx942,aiter=0.1.20,rocm=7.1").out
+    assert "    --  arch (amd): have sm_90;" in nvidia and "ok  arch (amd)" not in nvidia
+    assert "    ok  arch (amd): have gfx942;" in amd and "--  arch" not in amd
+    assert "    ok  compute capability: have sm_90;" in nvidia
+    assert "    --  compute capability: have gfx942;" in amd and "ok  compute" not in amd
+    attention = nvidia[nvidia.index("\npaged_attention: ") : nvidia.index("\nkv_cache_write: ")]
+    said = "    --  of calls that are causal: not looked at; from arguments\n"
+    assert attention.count(said) == 1 and "(causal):" not in attention
+    for text in (nvidia, amd):
+        assert "    --  dtype of q_eps_tensor, k_eps_tensor: have absent;" in text
+        assert "    ok  q_eps_tensor: have absent; need absent;" in text
+        assert "    --  fp8 scales: have absent; need one float on the device;" in text
+        assert not [s for s in text.splitlines() if "not looked at" in s and s[4:6] != "--"]
+        assert "have ;" not in text
 
 
 def test_words_are_packed_into_lines():

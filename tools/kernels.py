@@ -12,6 +12,7 @@ from fusion.tools.console import CommandError, columns, data, packed, write
 
 if TYPE_CHECKING:
     from fusion.kernel import KernelCall
+    from fusion.requires import Outcome
 
 SHORT = "The gate: every kernel, every condition, value and origin."
 EPILOG = """Examples:
@@ -23,6 +24,8 @@ EPILOG = """Examples:
 
 #: Inputs of a call that no option names: large enough that nothing is special about them.
 _TABLE_ROWS, _BLOCKS, _EPS = 4096, 64, 1e-6
+#: What a condition has that was not looked at, since another one decides (backends/aiter/gate.py).
+_NOT_LOOKED_AT = "not looked at"
 
 
 def command(
@@ -50,8 +53,9 @@ def command(
     ] = None,
     overwrite: opt.OverwriteOption = False,
 ) -> None:
-    """Show every kernel of every operation with each of its conditions: whether it holds, what
-    the call has, what the kernel needs, and where the value came from. The call is described by
+    """Show every kernel of every operation with each of its conditions: whether it holds (ok, NO,
+    or -- where it does not apply to this call or was not looked at), what the call has, what the
+    kernel needs, and where the value came from. The call is described by
     the options; nothing runs."""
     from fusion import Target
     from fusion.build import make_config
@@ -93,6 +97,7 @@ def command(
                             "have": o.have,
                             "need": o.need,
                             "origin": o.origin,
+                            "mark": _mark(o),
                         }
                         for o in outcomes
                     ],
@@ -115,7 +120,10 @@ def command(
         import json as codec
 
         whole = {"target": {"arch": machine.arch, "origin": machine.origin}, "ops": found}
-        write(json, codec.dumps(whole, indent=2), overwrite)
+        plain = codec.loads(codec.dumps(whole))
+        for condition in (c for e in plain["ops"] for k in e["kernels"] for c in k["conditions"]):
+            del condition["mark"]  # of the text only
+        write(json, codec.dumps(plain, indent=2), overwrite)
     if json != "-":
         data(to_text(found, str(machine), columns()))
 
@@ -259,11 +267,9 @@ def to_text(found: list[dict[str, Any]], target: str, width: int) -> str:
         lines += packed(call, "  call: ", "    ", width)
         for kernel in entry["kernels"]:
             lines.append(f"  {kernel['kernel']}: {_verdict(kernel)}")
-            for c in sorted(kernel["conditions"], key=lambda c: bool(c["ok"])):
-                pieces = (f"{c['name']}:", f"have {c['have']};", f"need {c['need']};",
-                          f"from {c['origin']}")  # fmt: skip
-                first = f"    {'ok' if c['ok'] else 'NO'}  "
-                lines += packed(pieces, first, " " * 10, width)
+            shown = [_condition(c) for c in sorted(kernel["conditions"], key=lambda c: c["ok"])]
+            for mark, pieces in dict.fromkeys(shown):
+                lines += packed(pieces, f"    {mark}  ", " " * 10, width)
             known = {(c["have"], c["need"]) for c in kernel["conditions"]}
             for r in kernel["reasons"]:
                 if (r["have"], r["need"]) not in known:
@@ -271,6 +277,24 @@ def to_text(found: list[dict[str, Any]], target: str, width: int) -> str:
         if entry["not_asked"]:
             lines.append(f"  not asked on this target: {', '.join(entry['not_asked'])}")
     return "\n".join(lines) + "\n"
+
+
+def _mark(outcome: Outcome) -> str:
+    """``NO``, ``ok``, or ``--`` where the condition is not one of this call."""
+    if not outcome.ok:
+        return "NO"
+    absent = outcome.have.startswith("absent") and "absent" not in outcome.need
+    looked = outcome.applies and outcome.have != _NOT_LOOKED_AT and not absent
+    return "ok" if looked else "--"
+
+
+def _condition(c: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The mark and the text of a condition, in pieces."""
+    origin = f"from {c['origin']}"
+    if (c["name"], c["have"]) == (f"({c['need']})", _NOT_LOOKED_AT):
+        return c["mark"], (f"of calls that are {c['need']}:", f"{_NOT_LOOKED_AT};", origin)
+    have = c["have"] or "absent"
+    return c["mark"], (f"{c['name']}:", f"have {have};", f"need {c['need']};", origin)
 
 
 def _verdict(kernel: dict[str, Any]) -> str:
