@@ -112,6 +112,7 @@ NO_SWITCHES = {
     "RANK": "names the folder of a dump",
     "NO_COLOR": "how the command line prints",
     "TERM": "how the command line prints",
+    "TORCHDYNAMO_VERBOSE": "how much of an error the command line prints",
 }
 
 

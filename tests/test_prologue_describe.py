@@ -38,7 +38,7 @@ def test_ropes_of_other_widths_are_both_shown() -> None:
     """The nearest miss is named with both ropes that were read."""
 
     def other(stage: str, q: Any, k: Any) -> tuple[Any, Any]:
-        if stage != "rope":
+        if stage != "norm":
             return q, k
         return q.float(), k
 

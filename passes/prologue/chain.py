@@ -12,12 +12,14 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion.graph.elements import cast_source, dtype_of
 from fusion.graph.storage import root_of
 from fusion.match.cache_value import before_cast
 from fusion.match.facts import CacheWrite, Miss, RMSNorm, Rope, TokenView
 from fusion.match.forms import forms_behind
 from fusion.match.norm import read_norm
 from fusion.match.rope import RopeFinder, read_rope
+from fusion.match.same_tables import same_tables
 from fusion.reason import Reason
 
 NO_NORM = "match.no-norm"
@@ -138,7 +140,7 @@ def _broken(miss: Miss, key: TokenView) -> Miss:
 def find_query(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Rope | Miss:
     """The rotated query that belongs to a rotated key: the nearest one not yet taken."""
     found = finder.siblings(k_rope, taken)
-    ropes = [r for r in found if isinstance(r, Rope)]
+    ropes = [_without_cast(r, k_rope) for r in found if isinstance(r, Rope)]
     differing = [_differ(r, k_rope) for r in ropes]
     for rope, miss in zip(ropes, differing, strict=True):
         if miss is None:
@@ -151,6 +153,16 @@ def find_query(k_rope: Rope, finder: RopeFinder, taken: frozenset[Node]) -> Rope
         "match.no-query", "no other rope uses the cos and sin of this key", node=node.name
     )
     return Miss(reason, node, depth=3)
+
+
+def _without_cast(q: Rope, k: Rope) -> Rope:
+    """The rotated query before a cast of its own (``q.float() @ ...``), which is no part of the
+    operation, where it has the key's dtype there."""
+    source = cast_source(q.out.node)
+    if q.out_dtype == k.out_dtype or source is None or dtype_of(source) != k.out_dtype:
+        return q
+    rope = read_rope(replace(q.out, node=source))
+    return rope if isinstance(rope, Rope) and same_tables(rope, k) else q
 
 
 def with_norms(chain: Chain) -> Chain:
