@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -297,6 +298,49 @@ def test_bench_tells_a_wrong_result(capsys, monkeypatch):
     ran = run(capsys, "bench", "--heads", "4/2/32", "--tokens", "3", "--no-unfused")
     assert ran.status == 1
     assert "q: 3 wrong" in ran.out
+
+
+def test_bench_warms_up_before_it_measures():
+    from fusion.tools.bench import _microseconds
+
+    calls = 0
+
+    def slow_at_first():
+        nonlocal calls
+        calls += 1
+        if calls <= 15:
+            time.sleep(0.002)
+
+    assert _microseconds(slow_at_first) < 1000
+    calls = 0
+
+    def slow():
+        nonlocal calls
+        calls += 1
+        time.sleep(0.1)
+
+    assert _microseconds(slow) > 90_000
+    assert calls == 6
+
+
+def test_bench_on_the_cpu_uses_one_thread_and_gives_the_others_back(capsys, monkeypatch):
+    import torch
+
+    from fusion.tools import bench
+
+    used = []
+    monkeypatch.setattr(
+        bench, "_microseconds", lambda function: used.append(torch.get_num_threads()) or 12.0
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ran = run(capsys, "bench", "--op", "kv_cache_write", "--heads", "4/2/32", "--tokens", "3")
+        assert ran.status == 0
+        assert used == [1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bench_of_an_unknown_operation(capsys):

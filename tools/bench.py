@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +49,8 @@ def command(
     """Measure an operation on this machine, shape by shape: microseconds, the time of a copy of
     the same bytes (the floor), and the time of unfused code. Every measured result is checked
     against the reference. On a GPU the Triton kernel is measured under graph replay, against
-    Inductor; without one the reference kernel runs, against eager torch, which shows that the
-    command works and not how fast fusion is."""
+    Inductor; without one the reference kernel runs on one thread of the CPU, against eager torch,
+    which shows that the command works and not how fast fusion is."""
     import torch
 
     if op not in _OPS:
@@ -79,7 +80,7 @@ def _on_cpu(op: str, shapes: list[tuple[int, int, int]], counts: list[int], unfu
 
     rows: list[tuple[str, ...]] = [_HEADER]
     wrong = False
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread():
         for heads in shapes:
             for count in counts:
                 shape = Shape(*heads, count)
@@ -89,6 +90,19 @@ def _on_cpu(op: str, shapes: list[tuple[int, int, int]], counts: list[int], unfu
                 wrong |= bad
     data("\n".join(table(rows, indent="")))
     return wrong
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within it, torch uses one thread: on shared cores a wait for a second one takes longest."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _measure(op: str, shape: Shape, unfused: bool) -> tuple[tuple[str, ...], bool]:
@@ -162,8 +176,11 @@ def _check(
 
 
 def _microseconds(function: Callable[[], Any]) -> float:
-    """Median of up to 20 calls or a fifth of a second, after one untimed call."""
-    function()
+    """Median of up to 20 calls or a fifth of a second, after 3 untimed calls or more (50 ms)."""
+    begun, calls = time.perf_counter(), 0
+    while calls < 3 or time.perf_counter() - begun < 0.05:
+        function()
+        calls += 1
     times: list[float] = []
     begun = time.perf_counter()
     while len(times) < 20 and (len(times) < 3 or time.perf_counter() - begun < 0.2):
