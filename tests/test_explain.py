@@ -342,6 +342,34 @@ def test_verify_gives_every_run_the_same_random_numbers_and_takes_none():
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
+def test_verify_keeps_the_random_numbers_of_every_device(monkeypatch):
+    """Of all that are in use, and starts none (devices that this machine may not have)."""
+    from fusion.verifying import _same_chance
+
+    states = {0: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: states.update({device: state})
+    )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with _same_chance():
+        states.update({0: "used", 1: "used"})
+    assert states == {0: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with _same_chance():
+        states.update({0: "used", 1: "used"})
+    assert states == {0: "used", 1: "used"}
+
+
+@pytest.mark.gpu
+def test_verify_gives_every_run_the_same_random_numbers_of_the_gpu():
+    x = torch.ones(64, device="cuda")
+    before = torch.cuda.get_rng_state()
+    assert fusion.verify(lambda x: torch.rand_like(x) + torch.nn.functional.dropout(x), x).equal
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 def _raising(x):
     torch.rand(3)
     torch._dynamo.graph_break()
