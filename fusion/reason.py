@@ -192,7 +192,8 @@ _BUILTIN: dict[str, tuple[str, str]] = {
     ),
     "match.cache-view": (
         "the written cache is reached through a view that is not a plain strided one",
-        "write through fusion.ops.kv_cache_write",
+        "keep the head dimension contiguous and write through plain views, or through "
+        "fusion.ops.kv_cache_write on a cache in one of its layouts",
     ),
     "match.cache-write": (
         "a write to a mutated buffer was seen but is not a slot write",
