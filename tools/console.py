@@ -56,9 +56,7 @@ def said_by(error: BaseException) -> str:
         with suppress(Exception):  # not pydantic's errors(): the text as it is
             told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in listed())
             text = told or text
-    elif match := re.match(
-        r"[\w ]*[Vv]alidation error for (.*?):\s*\n\s*\w+: (.*)", text, re.DOTALL
-    ):
+    elif match := _CHECKED.match(text):
         subject, complaint = match.groups()
         field = subject.removeprefix("field ").strip("'\"")
         of_field = subject.startswith("field ") and field not in complaint
